@@ -193,12 +193,15 @@ class ContextEncoder:
         self._chat = chat
         self._profile = profile
         self._blocks: dict[object, TokenIds] = {}
+        self._last: tuple[History, Context] | None = None
 
     def encode(self, history: History) -> Context:
         """The context of `history`. Ids of messages that were in a context before come from the cache."""
-        messages = self._profile.render(history)
-        blocks = tuple(self._block(message) for message in messages)
-        return Context(messages=messages, blocks=blocks, tokens=sum(map(len, blocks)))
+        if self._last is None or self._last[0] is not history:
+            messages = self._profile.render(history)
+            blocks = tuple(self._block(message) for message in messages)
+            self._last = history, Context(messages=messages, blocks=blocks, tokens=sum(map(len, blocks)))
+        return self._last[1]
 
     def message_tokens(self, message: Message) -> int:
         """How many tokens a message takes in the context."""

@@ -7,8 +7,9 @@ between characters, so that the chunks, joined at overlap 0, are the document.
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,16 @@ from statelm_jax.types import TokenIds
 
 TAIL_SHARE = 8
 """A last chunk that would add fewer than chunk_size / TAIL_SHARE new tokens is balanced with the one before it."""
+SENTENCE_SHARE = 0.4
+"""How much shorter than its size a chunk may be so that it ends with a sentence."""
+MAX_TABLE_TOKENS = 16_000_000
+"""Chunks that overlap by more than half may hold this many tokens together: a model cannot ask for all memory."""
+
+
+Border = Literal["token", "sentence"]
+"""Where chunks may end."""
+
+_SENTENCE_END = re.compile(r"""[.!?…]["'”’)\]]*(?=\s)|[。！？]|\n""")
 
 
 class OffsetTokenizer(Protocol):
@@ -75,6 +86,16 @@ class Document:
             token -= 1
         return token
 
+    def sentence_end(self, low: int, high: int) -> int | None:
+        """The last token border in (low, high] where a sentence or a line ends; None when there is none."""
+        base = self._char_of(low)
+        for match in reversed(list(_SENTENCE_END.finditer(self.text, base, self._char_of(high)))):
+            char = match.end()
+            token = int(np.searchsorted(self.starts, char))
+            if low < token <= high and self._char_of(token) == char:
+                return token
+        return None
+
     def _char_of(self, token: int) -> int:
         if token <= 0:
             return 0
@@ -103,8 +124,13 @@ def text_digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def chunk_document(document: Document, chunk_size: int, overlap: int = 0) -> tuple[Chunk, ...]:
+def chunk_document(
+    document: Document, chunk_size: int, overlap: int = 0, border: Border = "token"
+) -> tuple[Chunk, ...]:
     """Cut a document into windows of at most `chunk_size` tokens, each starting `overlap` tokens before the last end.
+
+    With `border` = "sentence" a window ends after the last sentence (or line) that ends in its last part
+    (`SENTENCE_SHARE`), where there is one, so that few sentences are cut in two.
 
     * Every border lies between two characters: it moves back to the start of the character it would split. (Only a
       single character of more than `chunk_size` tokens makes a longer chunk.)
@@ -117,7 +143,12 @@ def chunk_document(document: Document, chunk_size: int, overlap: int = 0) -> tup
       ToolError: The sizes make no sense.
     """
     check_chunk_sizes(chunk_size, overlap)
-    windows = _windows(document, chunk_size, overlap)
+    copies = min(chunk_size, document.total_tokens) / (chunk_size - overlap)
+    if copies > 2 and copies * document.total_tokens > MAX_TABLE_TOKENS:
+        raise ToolError(
+            f"overlap {overlap} is too near chunk_size {chunk_size} for a document of this length; halve it"
+        )
+    windows = _windows(document, chunk_size, overlap, border)
     windows = _balance_tail(document, windows, chunk_size, overlap)
     return tuple(Chunk(i, document.slice(start, end), start, end) for i, (start, end) in enumerate(windows))
 
@@ -130,7 +161,7 @@ def check_chunk_sizes(chunk_size: int, overlap: int) -> None:
         raise ToolError(f"overlap must be at least 0 and below chunk_size ({chunk_size}), got {overlap}")
 
 
-def _windows(document: Document, chunk_size: int, overlap: int) -> list[tuple[int, int]]:
+def _windows(document: Document, chunk_size: int, overlap: int, border: Border) -> list[tuple[int, int]]:
     """Windows that reach further each time; where a wide character stands in the way, overlap gives way first."""
     total = document.total_tokens
     windows: list[tuple[int, int]] = []
@@ -140,6 +171,9 @@ def _windows(document: Document, chunk_size: int, overlap: int) -> list[tuple[in
         if reach <= end and start < end:
             start = _next_border(document, start)
             continue
+        if border == "sentence" and reach < total:
+            low = max(end, start + overlap, reach - int(chunk_size * SENTENCE_SHARE))
+            reach = document.sentence_end(low, reach) or reach
         end = reach if reach > end else _next_border(document, end)
         windows.append((start, end))
         start = max(document.align(end - overlap), _next_border(document, start))

@@ -10,7 +10,8 @@ One episode of `ScanExpert`:
 
 1. `analyzeText`, then `buildIndex`.
 2. `readChunk` in scan mode shows the next chunk and whether `more` remain.
-3. `note` for each needle sentence of that chunk, key before value.
+3. `note` for each needle sentence of that chunk, key before value. (Where chunks overlap, a sentence can be shown
+   twice; the second time its key is in the notes already, and it is passed over.)
 4. While more chunks remain: `deleteContext` up to the newest id shown, then step 2 again. What remains in the
    context is the question and one stub, which carries the notes listing.
 5. On the last chunk nothing is deleted, as the `more` flag would go with it: `finish` looks the asked key up

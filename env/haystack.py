@@ -8,6 +8,7 @@ import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
 
@@ -16,8 +17,11 @@ from statelm_jax.errors import UserError
 from statelm_jax.types import TokenIds
 
 _PIECE_CHARS = 240
+"""A longer sentence is taken in parts."""
 _CUT_WINDOW = 16
+"""How many characters a cut may stay below the longest beginning that fits."""
 _FILLERS = ("", ".", " .", ". .", "..")
+"""Put behind a cut that cannot meet its count otherwise."""
 _SENTENCE_END = re.compile(r"(?<=[.!?。！？])\s+|(?<=[.!?][\"'”’)\]])\s+")
 _EMPHASIS = re.compile(r"(\*{1,2})(\w[^*]*)\1")
 _CODE = re.compile(r">>>|::=|\*{4}|={4}|-{4}|~{4}")
@@ -89,14 +93,10 @@ class Haystack:
 @functools.lru_cache(maxsize=8)
 def haystack_of(source_text: str, region: tuple[float, float], encoder: TextEncoder) -> Haystack:
     """The pieces that begin inside `region` (two shares of the text); regions that do not overlap share no piece."""
-    pieces: list[str] = []
-    offset = 0
-    squeezed = " ".join(without_needles(source_text).split())
-    low, high = (share * len(squeezed) for share in region)
-    for text in _split(squeezed):
-        if low <= offset < high:
-            pieces.append(text)
-        offset += len(text) + 1
+    texts = list(_split(" ".join(without_needles(source_text).split())))
+    offsets = list(accumulate((len(text) + 1 for text in texts), initial=0))
+    low, high = (share * offsets[-1] for share in region)
+    pieces = [text for text, offset in zip(texts, offsets, strict=False) if low <= offset < high]
     if not pieces:
         raise UserError(f"no sentence of the source text begins in its part {region[0]:g} to {region[1]:g}; widen it")
     counts = [len(ids) for ids in encoder.encode_batch([" " + text for text in pieces])]
@@ -106,10 +106,10 @@ def haystack_of(source_text: str, region: tuple[float, float], encoder: TextEnco
 def _split(squeezed: str) -> Iterator[str]:
     """Sentences of a text with single blanks; long ones come in parts, so that any text has many borders."""
     for sentence in _SENTENCE_END.split(squeezed):
-        if len(sentence) <= _PIECE_CHARS:
-            yield sentence
-        else:
+        if len(sentence) > _PIECE_CHARS:
             yield from textwrap.wrap(sentence, _PIECE_CHARS, break_on_hyphens=False)
+        elif sentence:
+            yield sentence
 
 
 @functools.cache

@@ -62,7 +62,8 @@ class Highlighter:
           words: How many it has.
           limit: Excerpts at most.
         """
-        extents = _Extents(self._starts_P[first : first + words], self._ends_P[first : first + words], offset, len(text))
+        inside = slice(first, first + words)
+        extents = _Extents(self._starts_P[inside], self._ends_P[inside], offset, len(text))
         low, high = self._marks_M.searchsorted((first, first + words)).tolist()
         begin, end, rank = self._begin_M[low:high], self._end_M[low:high], self._rank_M[low:high].copy()
         taken = len(self._rank_M)
@@ -103,7 +104,7 @@ class _Extents(NamedTuple):
     length: int
 
     def widen(self, begin: int, end: int, chosen: list[tuple[int, int]]) -> tuple[int, int]:
-        """A passage with room on both sides, up to the length of an excerpt, in whole words, clear of other excerpts."""
+        """A passage with room on both sides, as long as an excerpt may be, in whole words, clear of the others."""
         left = max([self.offset, *(other_end for _, other_end in chosen if other_end <= begin)])
         right = min([self.offset + self.length, *(other_begin for other_begin, _ in chosen if other_begin >= end)])
         low = max(begin - (EXCERPT_CHARS - (end - begin)) // 2, left)

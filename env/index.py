@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 from statelm_jax.env.documents import (
+    Border,
     Chunk,
     Document,
     OffsetTokenizer,
@@ -48,7 +49,7 @@ class DocumentStore:
     Args:
       tokenizer: Counts and cuts all documents of this store.
       max_tokens: Bound on what is kept, in tokens of the document; the document, each chunk table and each search
-        index count as one document length each. The default is about 1 GB. One entry is kept in any case.
+        index count as one document length each. The default takes some 600 MB. One entry is kept in any case.
       make_index: Builds the search backend of a chunk table.
     """
 
@@ -69,15 +70,19 @@ class DocumentStore:
         """The document of a text; tokenised on first sight."""
         return self._get(text_digest(text), lambda: Document.from_text(text, self._tokenizer), None)
 
-    def chunks(self, document: Document, chunk_size: int, overlap: int = 0) -> tuple[Chunk, ...]:
+    def chunks(
+        self, document: Document, chunk_size: int, overlap: int = 0, border: Border = "token"
+    ) -> tuple[Chunk, ...]:
         """The document's chunk table. `ToolError` when the sizes make no sense (see `chunk_document`)."""
-        key = (document.digest, chunk_size, overlap, "chunks")
-        return self._get(key, lambda: chunk_document(document, chunk_size, overlap), document)
+        key = (document.digest, chunk_size, overlap, border, "chunks")
+        return self._get(key, lambda: chunk_document(document, chunk_size, overlap, border), document)
 
-    def index(self, document: Document, chunk_size: int, overlap: int = 0) -> SearchBackend:
+    def index(
+        self, document: Document, chunk_size: int, overlap: int = 0, border: Border = "token"
+    ) -> SearchBackend:
         """The search index over that chunk table; built on first use, so episodes that only read never pay for it."""
-        key = (document.digest, chunk_size, overlap, "index")
-        return self._get(key, lambda: self._make_index(self.chunks(document, chunk_size, overlap)), document)
+        key = (document.digest, chunk_size, overlap, border, "index")
+        return self._get(key, lambda: self._make_index(self.chunks(document, chunk_size, overlap, border)), document)
 
     def _get(self, key: Hashable, make: Callable[[], T], document: Document | None) -> T:
         with self._lock:

@@ -23,10 +23,10 @@ from statelm_jax.env.words import find_words, fold
 Ints = NDArray[np.integer]
 MAX_SLOP = 2
 """The widest occurrence that `Postings.match` can be asked for."""
-_BLOCK_CHARS = 1_000_000  # texts are analysed, and
-_BLOCK_PLACES = 1 << 17  # phrases looked up, in blocks of this size: bounds the scratch memory and keeps it in the cache
+_BLOCK_CHARS = 1_000_000  # texts are analysed, and phrases looked up, in blocks: bounds the scratch memory
+_BLOCK_PLACES = 1 << 18
+_FILTERS = 3  # so many words besides the rarest thin out the places of a phrase before all are looked at
 _SHOWN_PER_CHUNK = 64
-_FILTERS = 3
 
 
 class Occurrences(NamedTuple):
@@ -84,7 +84,7 @@ class Postings:
         if ids.min() < 0:
             return None
         if len(ids) == 1:
-            return Occurrences(ids, slop, self._positions(ids[0]), self._counts(ids[0]))
+            return Occurrences(ids, slop, self._positions(int(ids[0])), self._counts(int(ids[0])))
         starts_M, width_M = self._phrase(ids, slop)
         if not len(starts_M):
             return None
@@ -104,13 +104,14 @@ class Postings:
         starts = np.concatenate([np.zeros(0, np.int32), *rows])
         if len(found.terms) == 1:
             return starts
-        return distinct(self._earliest(starts, found.terms, found.slop).ravel())
+        moves_GM = _first_moves(self._standing(starts, found.terms, range(found.slop + 1)), found.terms)
+        return distinct((_places(starts, len(found.terms)) + moves_GM).ravel())
 
-    def chunks_with(self, term: np.integer) -> int:
+    def chunks_with(self, term: int) -> int:
         """In how many chunks a term occurs."""
         return int(self._pairs_V1[term + 1] - self._pairs_V1[term])
 
-    def _counts(self, term: np.integer) -> NDArray[np.float64]:
+    def _counts(self, term: int) -> NDArray[np.float64]:
         """How often a term occurs in each chunk."""
         pairs = slice(self._pairs_V1[term], self._pairs_V1[term + 1])
         counts_C = np.zeros(len(self.words_C))
@@ -126,7 +127,7 @@ class Postings:
         self._pair_count = np.diff(first, append=len(term_W)).astype(np.int32)
         self._pairs_V1 = np.concatenate(([0], np.cumsum(np.bincount(term_W[first], minlength=len(self.terms)))))
 
-    def _positions(self, term: np.integer) -> Ints:
+    def _positions(self, term: int) -> Ints:
         return self.order_W[self.first_V1[term] : self.first_V1[term + 1]]
 
     def _phrase(self, ids: Ints, slop: int) -> tuple[Ints, Ints]:
@@ -134,52 +135,68 @@ class Postings:
 
         1. Begin at the rarest word: its positions say where the phrase would start if it were exact.
         2. Keep those that have the next rarest words near their places.
-        3. For each possible left end, take every word's earliest position: that gives the smallest right end.
+        3. For each left end that such a start allows, move every word to its first position: that gives the width.
         4. Drop ranges that contain a smaller one: the next left end reaches no further to the right.
         """
         rarest, *others = np.argsort(np.diff(self.first_V1)[ids], kind="stable").tolist()
-        starts = self._positions(ids[rarest]) - np.int32(rarest)
+        starts = self._positions(int(ids[rarest])) - np.int32(rarest)
         for i in others[:_FILTERS]:
-            near = np.zeros(len(starts), bool)
-            for move in range(-slop, slop + 1):
-                near |= self._holds(starts + np.int32(i + move), ids[i])
-            starts = starts[near]
-        starts = distinct((starts[:, None] - np.arange(slop, -1, -1, dtype=np.int32)).ravel())
-        width = np.empty(len(starts), np.int32)
+            standing = self._standing(starts + np.int32(i), ids[i : i + 1], range(-slop, slop + 1))
+            starts = starts[np.logical_or.reduce(standing)[0]]
+        lefts, widths = [], []
         step = max(1, _BLOCK_PLACES // len(ids))
         for low in range(0, len(starts), step):
             block = starts[low : low + step]
-            places = self._earliest(block, ids, slop) - np.arange(len(ids), dtype=np.int32)
-            width[low : low + step] = places.max(axis=1) - block
-        smallest = np.ones(len(width), bool)
-        smallest[:-1] = (np.diff(starts) > 1) | (width[1:] >= width[:-1])
-        keep = smallest & (width <= slop)
-        return starts[keep], width[keep]
+            standing = self._standing(block, ids, range(-slop, slop + 1))
+            for first in range(slop + 1):
+                width = _first_moves(standing[first : first + slop + 1], ids).max(axis=0)
+                lefts.append(block[width <= slop] - np.int32(slop - first))
+                widths.append(width[width <= slop])
+        return _smallest(_join(lefts, np.int32), _join(widths, np.int8))
 
-    def _earliest(self, starts: Ints, ids: Ints, slop: int) -> Ints:
-        """(M, G): the first position from its place on where each word stands; slop + 1 past it if there is none.
+    def _standing(self, starts: Ints, ids: Ints, moves: range) -> list[NDArray[np.bool_]]:
+        """For each move (G, M): whether the words stand that far from their places. Beyond the ends nothing does."""
+        window = _places(starts + np.int32(moves.start), len(ids) + len(moves) - 1)
+        terms = self.term_at_P.take(window, mode="clip")
+        return [terms[k : k + len(ids)] == ids[:, None] for k in range(len(moves))]
 
-        A word that occurs twice in the phrase takes positions in order (swapping two of them gains nothing).
-        """
-        places = starts[:, None] + np.arange(len(ids), dtype=np.int32)
-        found = places + np.int32(slop + 1)
-        for move in range(slop, -1, -1):
-            here = places + np.int32(move)
-            np.copyto(found, here, where=self._holds(here, ids))
-        last: dict[int, int] = {}
-        for i, term in enumerate(ids.tolist()):
-            if term in last:
-                used, column = found[:, last[term]], places[:, i] + np.int32(slop + 1)
-                for move in range(slop, -1, -1):
-                    here = places[:, i] + np.int32(move)
-                    np.copyto(column, here, where=self._holds(here, ids[i]) & (here > used))
-                found[:, i] = column
-            last[term] = i
-        return found
 
-    def _holds(self, positions: Ints, terms: Ints | np.integer) -> NDArray[np.bool_]:
-        """Whether the terms stand at the positions; beyond the ends nothing does."""
-        return self.term_at_P.take(positions, mode="clip") == terms
+def _places(starts: Ints, words: int) -> Ints:
+    """(G, M): where each word of a phrase stands when it is exact."""
+    return starts + np.arange(words, dtype=np.int32)[:, None]
+
+
+def _first_moves(standing: list[NDArray[np.bool_]], ids: Ints) -> NDArray[np.int8]:
+    """(G, M): the first move, of those tabulated in `standing`, at which each word is found; their number if none.
+
+    A word that occurs twice in the phrase takes positions in order (swapping two of them gains nothing).
+    """
+    none = len(standing)
+    moves_GM = np.full(standing[0].shape, none, np.int8)
+    for move in range(none - 1, -1, -1):
+        np.copyto(moves_GM, np.int8(move), where=standing[move])
+    last: dict[int, int] = {}
+    for i, term in enumerate(ids.tolist()):
+        if term in last:
+            apart = i - last[term]
+            moves_GM[i] = none
+            for move in range(none - 1, -1, -1):
+                free = moves_GM[last[term]] < move + apart
+                np.copyto(moves_GM[i], np.int8(move), where=standing[move][i] & free)
+        last[term] = i
+    return moves_GM
+
+
+def _smallest(lefts: Ints, widths: Ints) -> tuple[Ints, Ints]:
+    """The ranges (left end, width), sorted, without doubles and without those that contain another."""
+    order = np.argsort(lefts, kind="stable")
+    lefts, widths = lefts[order], widths[order]
+    keep = np.ones(len(lefts), bool)
+    keep[1:] = lefts[1:] != lefts[:-1]
+    lefts, widths = lefts[keep], widths[keep]
+    smallest = np.ones(len(lefts), bool)
+    smallest[:-1] = (np.diff(lefts) > 1) | (widths[1:] >= widths[:-1])
+    return lefts[smallest], widths[smallest]
 
 
 def distinct(values: Ints) -> Ints:

@@ -81,7 +81,10 @@ def score_answer(answer: Any, task_answers: Any, options: Sequence[str] = ()) ->
 
 
 def answer_text(answer: Any) -> str | None:
-    """An answer of any JSON type as text: strings as they are, None as no answer, others as their JSON text."""
+    """An answer of any JSON type as text: strings as they are, None as no answer, others as their JSON text.
+
+    `normalise` takes brackets and quotes off, so a list of one string is scored as that string.
+    """
     if answer is None or isinstance(answer, str):
         return answer
     try:

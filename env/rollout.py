@@ -11,8 +11,9 @@ The life of one turn:
 5. An ended episode releases its number, its trajectory is handed out, and its place takes the next task.
 
 A request that fails for good ends its own episode (`StopReason.POLICY_ERROR`, cause in the metrics). Ctrl-C ends
-all live episodes as INTERRUPTED; they are handed out before the interrupt goes on. Any other exception is a bug:
-it goes on at once, with the task's id added. However it ends, every episode is released.
+all live episodes as INTERRUPTED; they are handed out before the interrupt goes on (unless it strikes in the caller's
+loop body, which closes the rollout). Any other exception is a bug: it goes on at once, with the task's id added.
+However it ends, every episode is released.
 """
 
 from __future__ import annotations

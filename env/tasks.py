@@ -44,7 +44,9 @@ __all__ = [
 
 MAX_DISTRACTORS = 500
 _STARTS = 32
+"""Places of the source text that are tried before a document is given up."""
 _ROUNDS = 8
+"""Corrections of one document's length before another place is tried."""
 
 
 class NeedleConfig(Config):

@@ -45,7 +45,7 @@ def build_index(turn: Turn, state: Workspace, given: args.BuildIndexArguments) -
     size = turn.config.chunk_tokens if given.chunk_size is None else given.chunk_size
     default_overlap = max(0, min(turn.config.chunk_overlap, size - 1))
     overlap = default_overlap if given.overlap is None else given.overlap
-    chunks = turn.store.chunks(document, size, overlap)
+    chunks = turn.store.chunks(document, size, overlap, turn.config.chunk_border)
     table = ChunkTable(chunks=chunks, chunk_size=size, overlap=overlap)
     first = turn.first_chunk_id
     fields = {"total_chunks": len(chunks), "first_chunk_id": first, "last_chunk_id": first + len(chunks) - 1}
@@ -72,7 +72,7 @@ def read_chunk(turn: Turn, state: Workspace, given: args.ReadChunkArguments) -> 
 def search_engine(turn: Turn, state: Workspace, given: args.SearchEngineArguments) -> tuple[Workspace, ToolResult]:
     """The chunks that match best, with highlights."""
     table = _table(state)
-    index = turn.store.index(state.document, table.chunk_size, table.overlap)
+    index = turn.store.index(state.document, table.chunk_size, table.overlap, turn.config.chunk_border)
     hits, total = index.search(given.keyword, turn.config.max_hits, turn.config.max_highlights)
     fields = {"chunk_ids": [turn.first_chunk_id + hit.chunk_id for hit in hits], "total": total}
     if not hits:

@@ -11,12 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import jax
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from statelm_jax.token_tree import TokenTree, join, split
+
+Array: TypeAlias = np.ndarray | jax.Array
+"""numpy on the host, jax on a device and inside jit."""
 
 TARGET_ROUNDING = 64
 """A target bucket that is chosen from the data is a multiple of this."""
@@ -104,15 +108,15 @@ class TreeBatch:
         micro-batches and on all devices, so that no loss depends on how rows were distributed.
     """
 
-    tokens_BT: NDArray[np.int32]
-    position_BT: NDArray[np.int32]
-    parent_BT: NDArray[np.int32]
-    end_BT: NDArray[np.int32]
-    target_BR: NDArray[np.int32]
-    weight_BR: NDArray[np.floating]
-    advantage_BR: NDArray[np.floating]
-    sampler_logprob_BR: NDArray[np.floating]
-    denominator: NDArray[np.floating]
+    tokens_BT: Array
+    position_BT: Array
+    parent_BT: Array
+    end_BT: Array
+    target_BR: Array
+    weight_BR: Array
+    advantage_BR: Array
+    sampler_logprob_BR: Array
+    denominator: Array
 
 
 def make_batch(

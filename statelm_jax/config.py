@@ -74,6 +74,8 @@ class EnvConfig(Config):
     chunk_tokens: int = Field(default=4_000, ge=1)
     """Default chunk size of buildIndex."""
     chunk_overlap: int = Field(default=0, ge=0)
+    chunk_border: Literal["token", "sentence"] = "token"
+    """`sentence`: a chunk may end early, after its last whole sentence, so that few sentences are cut in two."""
     max_hits: int = Field(default=20, ge=1)
     """Search hits shown at most."""
     max_highlights: int = Field(default=3, ge=1)

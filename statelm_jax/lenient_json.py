@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 
 MAX_DEPTH = 64
 MAX_NUMBER_CHARS = 64
+MAX_ERROR_CHARS = 200
 
 _BLANK = re.compile(r"[ \t\r\n]*+")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*+)(\.[0-9]++)?([eE][+-]?[0-9]++)?")
@@ -41,7 +42,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class JsonError(ValueError):
-    """Why a text cannot be read, in one short line that a model can act on."""
+    """Why a text cannot be read, in one short line (at most `MAX_ERROR_CHARS`) that a model can act on."""
 
 
 def read_json(text: str) -> Any:
@@ -79,7 +80,7 @@ class _Reader:
     def fail(self, problem: str) -> NoReturn:
         near = self.text[self.pos : self.pos + 20]
         where = f"near {near!r}" if near else "the text ends here"
-        raise JsonError(f"{problem} at character {self.pos} ({where})")
+        raise JsonError(f"{problem} at character {self.pos} ({where})"[:MAX_ERROR_CHARS])
 
     def peek(self) -> str:
         """The next character that is not blank; '' at the end."""

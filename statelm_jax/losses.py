@@ -17,7 +17,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from statelm_jax.batch import TreeBatch
+from statelm_jax.batch import Array, TreeBatch
 from statelm_jax.model import Qwen3
 
 MAX_LOGITS = 2**25
@@ -62,19 +62,19 @@ def target_scores(model: Qwen3, batch: TreeBatch, *, max_logits: int = MAX_LOGIT
     return _over_targets(model, batch, score, max_logits)
 
 
-def token_logprob(logits: jax.Array, token: jax.Array) -> jax.Array:
+def token_logprob(logits: Array, token: Array) -> jax.Array:
     """The log of softmax(logits [..., V]) at the ids `token` [...]."""
     chosen = jnp.take_along_axis(logits, token[..., None], axis=-1)[..., 0]
     return chosen - jax.nn.logsumexp(logits, axis=-1)
 
 
-def entropy(logits: jax.Array) -> jax.Array:
+def entropy(logits: Array) -> jax.Array:
     """Entropy in nats of softmax(logits [..., V]); finite for finite logits."""
     logp = jax.nn.log_softmax(logits, axis=-1)
     return -jnp.sum(jnp.exp(logp) * logp, axis=-1)
 
 
-def sft_loss(logp_BR: jax.Array, weight_BR: jax.Array, denominator: jax.Array | float) -> jax.Array:
+def sft_loss(logp_BR: Array, weight_BR: Array, denominator: Array | float) -> jax.Array:
     """Weighted negative log-likelihood, ``-sum(weight * logp) / denominator``: a scalar.
 
     Targets of weight 0 are cut out of the graph, so whatever stands at padding reaches neither loss nor gradient.

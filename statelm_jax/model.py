@@ -88,7 +88,7 @@ class Layers(nnx.Module):
             self.o_bias_LD = constant(0, D)
 
     def stacked(self) -> dict[str, Any]:
-        """name -> array [L, ...], the scanned pytree."""
+        """Name -> array [L, ...], the scanned pytree."""
         return {name: value.get_value() for name, value in vars(self).items() if isinstance(value, nnx.Param)}
 
 
@@ -176,23 +176,35 @@ class Qwen3(nnx.Module):
         return self.embed_VD.get_value()[tokens].astype(jnp.dtype(self.compute.compute_dtype))
 
     def _layer(self, x_BTD, params, position_BT, read):
-        """One decoder layer; `read(q, k, v)` is the attention."""
+        """One decoder layer; `read(q, k, v)` is the attention.
+
+        All products are of two matrices: a CPU's transposed products of the backward pass are faster that way.
+        """
         config, dtype = self.config, x_BTD.dtype
+        B, T, D = x_BTD.shape
+        N, K, H = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         p = {name: value.astype(dtype) for name, value in params.items()}
-        h_BTD = rms_norm(x_BTD, params["attn_norm_LD"], config.rms_norm_eps)
-        q_BTNH = _project(h_BTD, p["q_LDNH"]) + p.get("q_bias_LNH", 0)
-        k_BTKH = _project(h_BTD, p["k_LDKH"]) + p.get("k_bias_LKH", 0)
-        v_BTKH = _project(h_BTD, p["v_LDKH"]) + p.get("v_bias_LKH", 0)
-        q_BTNH = rope(rms_norm(q_BTNH, params["q_norm_LH"], config.rms_norm_eps), position_BT, config.rope_theta)
-        k_BTKH = rope(rms_norm(k_BTKH, params["k_norm_LH"], config.rms_norm_eps), position_BT, config.rope_theta)
-        o_BTNH = read(q_BTNH, k_BTKH, v_BTKH)
-        x_BTD = x_BTD + jnp.einsum("btnh,nhd->btd", o_BTNH, p["o_LNHD"]) + p.get("o_bias_LD", 0)
-        h_BTD = rms_norm(x_BTD, params["mlp_norm_LD"], config.rms_norm_eps)
-        h_BTF = jax.nn.silu(h_BTD @ p["gate_LDF"]) * (h_BTD @ p["up_LDF"])
-        return x_BTD + h_BTF @ p["down_LFD"]
 
+        def project(h_MD, name, heads):
+            y_MP = h_MD @ p[f"{name}_LDNH" if name == "q" else f"{name}_LDKH"].reshape(D, heads * H)
+            y_BTNH = y_MP.reshape(B, T, heads, H)
+            bias = f"{name}_bias_LNH" if name == "q" else f"{name}_bias_LKH"
+            return y_BTNH + p[bias] if config.attention_bias else y_BTNH
 
-def _project(x_BTD, weight_DNH):
-    """x_BTD @ weight -> [B, T, N, H]; as one matrix product, which is what CPUs do fastest."""
-    D, N, H = weight_DNH.shape
-    return (x_BTD @ weight_DNH.reshape(D, N * H)).reshape(*x_BTD.shape[:-1], N, H)
+        def rotated(y_BTNH, scale):
+            return rope(rms_norm(y_BTNH, params[scale], config.rms_norm_eps), position_BT, config.rope_theta)
+
+        x_MD = x_BTD.reshape(B * T, D)
+        h_MD = rms_norm(x_MD, params["attn_norm_LD"], config.rms_norm_eps)
+        q_BTNH = rotated(project(h_MD, "q", N), "q_norm_LH")
+        k_BTKH = rotated(project(h_MD, "k", K), "k_norm_LH")
+        o_BTNH = read(q_BTNH, k_BTKH, project(h_MD, "v", K))
+        o_MD = o_BTNH.reshape(B * T, N * H) @ p["o_LNHD"].reshape(N * H, D)
+        x_MD = x_MD + (o_MD + p["o_bias_LD"] if config.attention_bias else o_MD)
+
+        @jax.checkpoint  # the wide activations are cheaper to recompute than to write out and read back
+        def mlp(x_MD):
+            h_MD = rms_norm(x_MD, params["mlp_norm_LD"], config.rms_norm_eps)
+            return (jax.nn.silu(h_MD @ p["gate_LDF"]) * (h_MD @ p["up_LDF"])) @ p["down_LFD"]
+
+        return (x_MD + mlp(x_MD)).reshape(B, T, D)

@@ -109,7 +109,7 @@ class Optimizer:
           params: The parameters that `grads` belong to.
           trained: Whether any token of the batch carried weight.
         """
-        grad_norm = optax.global_norm([g for name, g in _named(grads) if name not in self.frozen])
+        grad_norm = optax.tree.norm([g for name, g in _named(grads) if name not in self.frozen])
         applied = jnp.isfinite(grad_norm) & trained
         steps, new_state = self.transform.update(grads, opt_state, params)
         new_params = optax.apply_updates(params, steps)

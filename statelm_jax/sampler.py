@@ -120,6 +120,7 @@ class Sampler:
 
     Attributes:
       seconds: Wall time by part: `prefill`, `decode`, `warm_up`.
+      slots: Episodes whose cache is held at once.
     """
 
     def __init__(self, model: Qwen3, config: SamplerConfig, stop_ids: Sequence[int]) -> None:
@@ -137,6 +138,7 @@ class Sampler:
         self._prefill = jax.jit(partial(_prefill, self._graphdef, config.sampling), donate_argnums=(1,))
         self._decode = jax.jit(partial(_decode, self._graphdef, config, stops), donate_argnums=(1, 2))
         self._stop_ids = frozenset(int(i) for i in stop_ids)
+        self.slots = config.slots
 
     # --- Policy ----------------------------------------------------------------------------------------------
 
@@ -177,8 +179,13 @@ class Sampler:
         if any(slot.request for slot in self._slots):
             raise RuntimeError("parameters cannot change while replies are being written")
         _, self._params = nnx.split(model)
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop every cached prefix: the next prompts are computed from their first token."""
         for slot in self._slots:
-            slot.length = 0
+            if slot.request is None:
+                slot.length = 0
 
     def warm_up(self) -> int:
         """Compile every program once, without touching any slot. Returns how many there are."""

@@ -49,11 +49,14 @@ class EpisodeScript:
         self.notes: dict[str, str] = {}
         self.snapshots: list[Snapshot] = []
         self.turns: list[TurnRecord] = []
+        self._encoded: dict[str, list[int]] = {}
         self._header = self._ids("im_start") + self.plain("assistant\n")
         self._last = np.zeros(0, np.int32)
 
     def plain(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text).tolist()
+        if text not in self._encoded:
+            self._encoded[text] = self.tokenizer.encode(text).tolist()
+        return self._encoded[text]
 
     def turn(
         self,
@@ -74,7 +77,7 @@ class EpisodeScript:
         self.history = self.history.append(Message(msg_id=call_id, role=Role.ASSISTANT, text=thought, token_ids=action))
         deleted: tuple[int, ...] = ()
         if delete:
-            self.history = self.history.delete([delete])
+            self.history = self.history.delete((delete,))
             deleted = (*range(delete[0], delete[1] + 1), call_id, call_id + 1)
             fields = {"deleted": f"{delete[0]}-{call_id + 1}", **(fields or {})}
         if tool == "note":
@@ -169,9 +172,8 @@ class EpisodeScript:
 
     def _action(self, tool: str | None, arguments: Mapping[str, Any], thought: str, reply: str | None) -> TokenIds:
         call = reply if tool is None else json.dumps({"name": tool, "arguments": arguments}, separators=(",", ":"))
-        ids = self.plain(thought)
-        ids += self.plain(call or "") if tool is None else self._call(call or "")
-        return np.array([*ids, *self._ids("im_end")], np.int32)
+        body = self.plain(call or "") if tool is None else self._call(call or "")
+        return np.array([*self.plain(thought), *body, *self._ids("im_end")], np.int32)
 
     def _call(self, text: str) -> list[int]:
         return [*self._ids("tool_call"), *self.plain(f"\n{text}\n"), *self._ids("tool_call_end")]

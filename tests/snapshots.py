@@ -6,19 +6,27 @@ from collections.abc import Sequence
 
 import numpy as np
 from hypothesis import strategies as st
+from numpy.typing import ArrayLike
 
 from statelm_jax.token_tree import WeightedSnapshot
 
 VOCAB = 11
 
 
-def snapshot(prompt, action, weights=1.0, advantage=1.0, logprobs=None, name="snapshot") -> WeightedSnapshot:
+def snapshot(
+    prompt: ArrayLike,
+    action: ArrayLike,
+    weights: ArrayLike = 1.0,
+    advantage: float = 1.0,
+    logprobs: ArrayLike | None = None,
+    name: str = "snapshot",
+) -> WeightedSnapshot:
     """A snapshot from plain lists; one number as weight serves all action tokens."""
-    action = np.array(action, np.int32)
+    action_A = np.array(action, np.int32)
     return WeightedSnapshot(
         prompt=np.array(prompt, np.int32),
-        action=action,
-        weight_A=np.broadcast_to(np.asarray(weights, np.float64), action.shape).copy(),
+        action=action_A,
+        weight_A=np.broadcast_to(np.asarray(weights, np.float64), action_A.shape).copy(),
         advantage=advantage,
         logprobs_A=None if logprobs is None else np.array(logprobs, np.float32),
         name=name,

@@ -45,6 +45,7 @@ class DigConfig(Config):
     who: str
     out: Annotated[Path, tyro.conf.arg(aliases=("-o",))] = Path("hole.txt")
     wet: bool = False
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     outcome: Literal["code", "user", "interrupt", "bug"] = "code"
     soil: SoilConfig = SoilConfig()
 
@@ -130,11 +131,15 @@ def test_every_command_loads_and_describes_its_flags(name: str, capsys: pytest.C
 
 
 def test_flags_positionals_and_aliases_reach_the_command_typed(dig: list[DigConfig]) -> None:
-    args = ["garden", "--who", "me", "-o", "x.txt", "--soil.depth", "5", "--soil.kinds", "peat", "loam"]
+    args = ["garden", "--who", "me", "-o", "x.txt", "--json", "--soil.depth", "5", "--soil.kinds", "peat", "loam"]
     assert cli.main(["dig", *args]) == 0
     (config,) = dig
     assert config == DigConfig(
-        site=Path("garden"), who="me", out=Path("x.txt"), soil=SoilConfig(depth=5, kinds=("peat", "loam"))
+        site=Path("garden"),
+        who="me",
+        out=Path("x.txt"),
+        as_json=True,
+        soil=SoilConfig(depth=5, kinds=("peat", "loam")),
     )
 
 

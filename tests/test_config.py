@@ -88,6 +88,7 @@ def test_the_nearest_key_is_the_one_with_one_letter_missing() -> None:
 
 def test_a_key_in_the_wrong_section_is_found_where_it_belongs() -> None:
     assert did_you_mean("chunk_tokens", PATHS) == "; did you mean 'env.chunk_tokens'?"
+    assert did_you_mean("qqqqqqqqqqqqqqqq.top_k", PATHS) == "; did you mean 'sampler.sampling.top_k'?"
 
 
 def test_a_key_that_resembles_nothing_gets_no_suggestion() -> None:

@@ -109,7 +109,9 @@ def test_a_scan_reads_every_chunk_notes_every_needle_and_deletes_all_but_the_las
 
 def test_a_search_reads_the_best_hit_notes_deletes_and_finishes() -> None:
     prose = "Nothing to see in these words. " * 30
-    (done,) = run(SearchExpert(CHAT), [handmade(prose + needle("crimson lantern", "48213") + prose)])
+    best = needle("crimson lantern", "48213") + "A crimson lantern it is."
+    (done,) = run(SearchExpert(CHAT), [handmade(prose + best + prose + "The crimson lantern again." + prose)])
+    assert '"chunk_ids":[3,' in done.turns[2].result, "there is another hit, which need not be read"
     assert calls(done) == [
         "analyzeText",
         "buildIndex",
@@ -154,11 +156,12 @@ def test_hits_that_hold_no_asked_needle_lead_to_not_found() -> None:
 
 def test_several_needles_of_one_chunk_are_noted_in_order_and_one_seen_twice_only_once() -> None:
     shared = needle("crimson lantern", "11111") + needle("teal desk", "22222")
-    prose = "Words and words. "
-    document = prose * 15 + shared + prose * 15  # the overlap of 120 shows both needles in two chunks
+    prose = "Words and words. " * 30
+    document = prose[:282] + shared + prose  # chunks of 400 that overlap by 120: both needles stand in the first two
     (done,) = run(ScanExpert(CHAT), [handmade(document)])
     notes = [call for call in calls(done) if call.startswith("note")]
-    assert sum(turn.result.count("crimson lantern is 11111") for turn in done.turns) == 2
+    seen = [key for turn in done.turns if turn.tool == "readChunk" for key, _ in find_needles(turn.result)]
+    assert seen == ["crimson lantern", "teal desk"] * 2
     assert notes == ["note key=crimson lantern summary=11111", "note key=teal desk summary=22222"]
 
 

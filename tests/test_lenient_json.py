@@ -7,16 +7,30 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from statelm_jax.lenient_json import MAX_DEPTH, MAX_NUMBER_CHARS, JsonError, read_json, read_json_sequence
+from statelm_jax.lenient_json import (
+    MAX_DEPTH,
+    MAX_ERROR_CHARS,
+    MAX_NUMBER_CHARS,
+    JsonError,
+    read_json,
+    read_json_sequence,
+)
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 json_values = st.recursive(
     scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4), max_leaves=12
 )
 json_soup = st.text(alphabet="{}[]:,'\"\\ \n0123eE+-.truefalsnxuN", max_size=40)
+
+
+def read_or_error(text: str) -> Any:
+    try:
+        return read_json(text)
+    except JsonError as error:
+        return error
 
 
 @given(value=json_values, ascii_only=st.booleans(), indent=st.sampled_from([None, 0, 2]), compact=st.booleans())
@@ -35,29 +49,31 @@ def test_what_strict_json_accepts_means_the_same_here(text: str) -> None:
         expected = json.loads(text, strict=False)
     except ValueError:
         return
-    try:
-        assert repr(read_json(text)) == repr(expected)
-    except JsonError as error:
-        assert "stands twice" in str(error) or "number" in str(error)
+    result = read_or_error(text)
+    if isinstance(result, JsonError):
+        assert "stands twice" in str(result) or "number" in str(result)
+    else:
+        assert repr(result) == repr(expected)
 
 
 @given(value=json_values)
 def test_a_python_literal_is_read_right_or_not_at_all(value: Any) -> None:
-    try:
-        assert read_json(repr(value)) == value
-    except JsonError:
+    result = read_or_error(repr(value))
+    if isinstance(result, JsonError):
         assert "'" in repr(value) or "\\" in repr(value)
+    else:
+        assert result == value
 
 
 @given(text=json_soup | st.text(st.characters(exclude_categories=[])))
+@example(text="{" + ('"' + "\U000e0001" * 50 + '":1,') * 2)
 def test_only_json_errors_are_raised_and_they_are_short(text: str) -> None:
-    try:
-        value = read_json(text)
-    except JsonError as error:
-        assert len(str(error)) < 250
-        assert "\n" not in str(error)
+    result = read_or_error(text)
+    if isinstance(result, JsonError):
+        assert len(str(result)) <= MAX_ERROR_CHARS
+        assert "\n" not in str(result)
     else:
-        json.dumps(value, ensure_ascii=False).encode("utf-8")
+        json.dumps(result, ensure_ascii=False).encode("utf-8")
 
 
 @pytest.mark.parametrize(
@@ -131,13 +147,12 @@ def test_a_sequence_keeps_what_came_before_its_fault() -> None:
 
 
 @pytest.mark.parametrize(
-    "unit",
-    ['{"a":', "[", "'", '"', "\\", "' ", '\\"', '"\\d\\n",', "1,", "{{", "[]", "''", "'a'b", "{'a':'b' c", " ", "-1 "],
+    "unit", ['{"a":', "[", "'", '"', "\\", "' ", '\\"', '"\\d\\n",', "1,", "{{", "[]", "'a'b", "{'a':'b' c", " ", "-1 "]
 )
-@pytest.mark.parametrize("frame", ["{}", '["{}"]', "['{}']", '{{"a": [{}]}}'])
-def test_megabytes_of_garbage_take_linear_time(unit: str, frame: str) -> None:
-    """Anything quadratic would need hours for a million characters; the bound leaves room for a busy machine."""
-    text = frame.replace("{{", "{").replace("}}", "}").replace("{}", unit * (1_000_000 // len(unit)))
+@pytest.mark.parametrize("frame", ["GARBAGE", '["GARBAGE"]', "['GARBAGE']", '{"a": [GARBAGE]}'])
+def test_a_long_reply_of_garbage_takes_linear_time(unit: str, frame: str) -> None:
+    """Anything quadratic would need minutes for 200,000 characters; the bound leaves room for a slow machine."""
+    text = frame.replace("GARBAGE", unit * (200_000 // len(unit)))
     began = time.process_time()
     read_json_sequence(text)
-    assert time.process_time() - began < 20
+    assert time.process_time() - began < 5

@@ -18,6 +18,7 @@ import pytest
 from flax import nnx
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from jax.extend.core import jaxprs_in_params
 
 from statelm_jax import attention, losses, model
 from statelm_jax.batch import TreeBatch, make_batch, pack
@@ -35,28 +36,31 @@ CONFIG = ModelConfig(
     num_key_value_heads=2,
     head_dim=8,
 )
-ROWS, TOKENS, TARGETS = 4, 64, 64
-"""Shapes of the tree batches: any six snapshots of `snapshots()` fit, split or not."""
+ROWS, TOKENS, TARGETS = 6, 64, 64
+"""The one shape of all tree batches: six snapshots of `snapshots()` fit, in one row or in six."""
 LONGEST = 60
 """Six pieces of prompt and action of at most five tokens each."""
+
+QUICK = {"xla_backend_optimization_level": 0}
+"""The tests compile more than they run."""
 
 model_settings = settings(max_examples=15, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 """Few examples of one compiled shape; shrinking would take minutes."""
 
 
-SINGLE = ComputeConfig(attention="dense")
-DOUBLE = ComputeConfig.model_construct(
-    param_dtype="float64", compute_dtype="float64", attention="dense", remat="none"
-)
+@functools.cache
+def random_model(dtype: str = "float32", vocab_size: int = VOCAB):
+    """(graphdef, params) with norm scales that are not 1, so that a fault in them shows."""
+    config = CONFIG.model_copy(update={"vocab_size": vocab_size})
+    compute = ComputeConfig.model_construct(param_dtype=dtype, compute_dtype=dtype, attention="dense", remat="none")
+    graphdef, shapes = nnx.split(nnx.eval_shape(lambda: model.Qwen3(config, rngs=nnx.Rngs(0), compute=compute)))
+    rng = np.random.default_rng(0)
 
+    def fill(path, leaf):
+        noise = rng.standard_normal(leaf.shape)
+        return jnp.asarray(1 + 0.1 * noise if "norm" in jax.tree_util.keystr(path) else 0.2 * noise, leaf.dtype)
 
-def random_model(config: ModelConfig = CONFIG, compute: ComputeConfig = SINGLE):
-    """(graphdef, params), with norms that are not 1, so that a fault in them shows."""
-    graphdef, params = nnx.split(model.Qwen3(config, rngs=nnx.Rngs(0), compute=compute))
-    leaves, structure = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    noisy = [leaf + 0.1 * jax.random.normal(key, leaf.shape, leaf.dtype) for leaf, key in zip(leaves, keys, strict=True)]
-    return graphdef, jax.tree.unflatten(structure, noisy)
+    return graphdef, jax.tree_util.tree_map_with_path(fill, shapes)
 
 
 @contextlib.contextmanager
@@ -110,7 +114,7 @@ def separate_rows(items, dtype, count=6, width=LONGEST) -> dict:
 def with_gradients(function):
     """Values of both losses and the gradient of each, in one jitted function."""
 
-    @functools.partial(jax.jit, static_argnums=0)
+    @functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
     def run(graphdef, params, *args):
         values, pull = jax.vjp(lambda p: function(graphdef, p, *args), params)
         return values, jax.vmap(pull)(jnp.eye(len(values), dtype=values.dtype))
@@ -130,30 +134,155 @@ def assert_equal(one, two, rtol: float):
             assert difference <= rtol * size, f"{jax.tree_util.keystr(path)}: {difference} of {size}"
 
 
-def rows_of(items, row_tokens: int):
+def make(rows, dtype=np.float32, **options) -> TreeBatch:
+    """The rows in the one shape that the tests compile."""
+    return make_batch(rows, pack([], TOKENS, TARGETS), ROWS, dtype=dtype, **options)
+
+
+def pieces_of(items, narrow: bool) -> tuple[TokenTree, ...]:
+    """The tree of the snapshots; `narrow`: split into as many rows as the longest snapshot allows."""
     tree = build_tree(items)
-    return tree, pack([tree], row_tokens, TARGETS)
+    return split(tree, longest(items), TARGETS) if narrow else (tree,)
+
+
+def check_against_separate(items, narrow, dtype, rtol):
+    graphdef, params = random_model(np.dtype(dtype).name)
+    batch = make(pieces_of(items, narrow), dtype)
+    separate = separate_run(graphdef, params, separate_rows(items, dtype), batch.denominator)
+    assert_equal(tree_run(graphdef, params, batch), separate, rtol)
 
 
 @model_settings
 @given(snapshots(), st.booleans())
 def test_tree_loss_and_every_gradient_equal_separate_snapshots_in_double_precision(items, narrow):
     with double_precision():
-        check_against_separate(items, narrow, *random_model(compute=DOUBLE), np.float64, rtol=1e-12)
+        check_against_separate(items, narrow, np.float64, rtol=1e-12)
 
 
 @model_settings
 @given(snapshots(), st.booleans())
 def test_tree_loss_and_every_gradient_equal_separate_snapshots_in_single_precision(items, narrow):
-    check_against_separate(items, narrow, *random_model(), np.float32, rtol=1e-5)
+    check_against_separate(items, narrow, np.float32, rtol=1e-5)
 
 
-def check_against_separate(items, narrow, graphdef, params, dtype, rtol):
-    tree = build_tree(items)
-    pieces = split(tree, longest(items), TARGETS) if narrow and tree.targets else (tree,)
-    packing = dataclasses.replace(pack([], TOKENS, TARGETS), rows=tuple(pieces))
-    batch = make_batch(packing.rows, packing, 6, dtype=dtype)
-    separate = separate_rows(items, dtype)
-    assert_equal(
-        tree_run(graphdef, params, batch), separate_run(graphdef, params, separate, batch.denominator), rtol
+@model_settings
+@given(st.lists(snapshots(max_count=3), min_size=2, max_size=ROWS), st.randoms(use_true_random=False))
+def test_order_and_micro_batches_of_rows_change_nothing(groups, random):
+    graphdef, params = random_model()
+    rows = [build_tree(items) for items in groups]
+    whole = make(rows)
+    together = tree_run(graphdef, params, whole)
+    random.shuffle(rows)
+    cut = random.randrange(1, len(rows))
+    micro = [make(part, denominator=float(whole.denominator)) for part in (rows[:cut], rows[cut:])]
+    one, two = (tree_run(graphdef, params, batch) for batch in micro)
+    assert_equal(jax.tree.map(jnp.add, one, two), together, rtol=1e-5)
+
+
+def test_neighbours_in_a_row_change_nothing():
+    mine = build_tree([snapshot([3, 1, 4], [1, 5]), snapshot([3, 1, 4, 1, 5], [9, 2])])
+    other = build_tree([snapshot([3, 1, 4, 1, 5], [3, 5])])
+    third = build_tree([snapshot([10, 9, 8, 7, 6, 5, 4], [3])])
+    batch = make([join([other, mine]), join([third, mine, other]), mine])
+    logp_BR = np.asarray(
+        jax.jit(lambda g, p, b: target_logprobs(nnx.merge(g, p), b), static_argnums=0)(*random_model(), batch)
     )
+    assert mine.targets == 4
+    np.testing.assert_allclose(logp_BR[0, 2:6], logp_BR[2, :4], rtol=1e-6)
+    np.testing.assert_allclose(logp_BR[1, 1:5], logp_BR[2, :4], rtol=1e-6)
+
+
+def test_what_stands_at_padding_changes_nothing():
+    graphdef, params = random_model()
+    batch = make([build_tree([snapshot([3, 1, 4], [1, 5])])])
+    littered = dataclasses.replace(
+        batch,
+        tokens_BT=np.where(batch.end_BT == 0, 7, batch.tokens_BT),
+        position_BT=np.where(batch.end_BT == 0, 9, batch.position_BT),
+    )
+    assert_equal(tree_run(graphdef, params, littered), tree_run(graphdef, params, batch), rtol=1e-6)
+
+
+def test_a_batch_without_a_trained_token_has_zero_loss_and_gradient():
+    for batch in (make([]), make([build_tree([snapshot([1, 2], [3], 0.0)])])):
+        for leaf in jax.tree.leaves(tree_run(*random_model(), batch)):
+            np.testing.assert_array_equal(leaf, 0.0)
+
+
+def test_a_weightless_target_reaches_neither_loss_nor_gradient():
+    logp, weight = jnp.array([[-1.0, jnp.nan, -jnp.inf]]), jnp.array([[2.0, 0.0, 0.0]])
+    loss, gradient = jax.value_and_grad(sft_loss)(logp, weight, 4.0)
+    assert float(loss) == 0.5
+    assert gradient.tolist() == [[-0.5, 0.0, 0.0]]
+
+
+def test_scores_are_those_of_the_whole_distribution():
+    rng = np.random.default_rng(3)
+    logits = rng.normal(size=(2, 5, VOCAB)).astype(np.float32)
+    token = rng.integers(0, VOCAB, (2, 5)).astype(np.int32)
+    p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    chosen = np.take_along_axis(p, token[..., None], -1)[..., 0]
+    np.testing.assert_allclose(token_logprob(jnp.asarray(logits), jnp.asarray(token)), np.log(chosen), rtol=1e-5)
+    np.testing.assert_allclose(entropy(jnp.asarray(logits)), -(p * np.log(p)).sum(-1), rtol=1e-5)
+    assert float(entropy(jnp.array([1e4, -1e4, 0.0]))) == 0.0
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3), compiler_options=QUICK)
+def scores_and_gradient(graphdef, params, batch, max_logits):
+    def loss(params):
+        scores = target_scores(nnx.merge(graphdef, params), batch, max_logits=max_logits)
+        return sft_loss(scores.logp_BR, batch.weight_BR, batch.denominator), scores
+
+    return jax.grad(loss, has_aux=True)(params)
+
+
+def test_a_head_in_blocks_gives_the_same_scores_and_gradients():
+    batch = make([build_tree([snapshot([3, 1, 4], [1, 5, 9, 2, 6])]), build_tree([snapshot([2, 7], [1, 8, 2])])])
+    whole = scores_and_gradient(*random_model(), batch, losses.MAX_LOGITS)
+    blocks = scores_and_gradient(*random_model(), batch, ROWS * VOCAB * 9)  # 9 does not divide the 64 targets
+    for a, b in zip(jax.tree.leaves(blocks), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=1e-5, atol=1e-7)
+
+
+def test_correct_means_that_greedy_decoding_would_write_the_token():
+    graphdef, params = random_model()
+    net, prompt = nnx.merge(graphdef, params), [3, 1, 4]
+    position = jnp.arange(3, dtype=jnp.int32)[None]
+    hidden_BTD = net(jnp.array([prompt], jnp.int32), position, jnp.full((1, 3), 3, jnp.int32))
+    best = int(jnp.argmax(net.logits(hidden_BTD[0, -1])))
+    _, scores = scores_and_gradient(graphdef, params, make([build_tree([snapshot(prompt, [best])])]), losses.MAX_LOGITS)
+    assert bool(scores.correct_BR[0, 0])
+    wrong = make([build_tree([snapshot(prompt, [(best + 1) % VOCAB])])])
+    assert not bool(scores_and_gradient(graphdef, params, wrong, losses.MAX_LOGITS)[1].correct_BR[0, 0])
+
+
+def shapes_in(jaxpr) -> set[tuple[int, ...]]:
+    """Shapes of every array that the program makes, sub-programs included."""
+    found = set()
+    for equation in jaxpr.eqns:
+        found |= {tuple(getattr(out.aval, "shape", ())) for out in equation.outvars}
+        for inner in jaxprs_in_params(equation.params):
+            found |= shapes_in(inner)
+    return found
+
+
+@pytest.mark.parametrize("block", [1, 10, TARGETS])
+def test_no_array_of_logits_is_larger_than_the_limit(block):
+    vocab = 97
+    graphdef, params = random_model(vocab_size=vocab)
+    batch, limit = make([]), ROWS * block * vocab
+
+    def loss(params):
+        scores = target_scores(nnx.merge(graphdef, params), batch, max_logits=limit)
+        return sft_loss(scores.logp_BR, batch.weight_BR, batch.denominator) + scores.entropy_BR.sum()
+
+    shapes = shapes_in(jax.make_jaxpr(jax.grad(loss))(params).jaxpr)
+    logits = {shape for shape in shapes if vocab in shape and shape != (vocab, CONFIG.hidden_size)}
+    assert logits
+    assert max(int(np.prod(shape)) for shape in logits) <= limit
+
+
+def test_log_probs_are_float32_whatever_the_model_computes_in():
+    graphdef, params = random_model("bfloat16")
+    shaped = jax.eval_shape(lambda p: target_scores(nnx.merge(graphdef, p), make([])), params)
+    assert shaped.logp_BR.dtype == shaped.entropy_BR.dtype == jnp.float32

@@ -8,11 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from statelm_jax.config import TOOL_NAMES, EnvConfig
+from statelm_jax.chat import ChatFormat
+from statelm_jax.config import TOOL_NAMES, ChatConfig, EnvConfig
 from statelm_jax.env.context import render_native
 from statelm_jax.env.index import DocumentStore
 from statelm_jax.env.pensieve import MAX_ERROR_CHARS, Pensieve
 from statelm_jax.env.tools import TOOLS
+from statelm_jax.tokenizer import TINY_FOLDER, Tokenizer
 from statelm_jax.types import Action, ActionStop, Message, Role, StopReason, Task, ToolCall
 from tests.fakes import CONTROL, Episode, byte_chat, reply, text_reply
 
@@ -254,7 +256,7 @@ def test_a_note_that_does_not_fit_by_one_token_is_refused_and_not_written(missin
         run("note", key="a", summary="one")
         return run
 
-    second = {"key": "b", "summary": "two " * 90}
+    second = {"key": "b", "summary": "two " * 80}
     run = prepared()
     fill(run, cost(prepared, "note", **second) + SMALL["min_reply_tokens"] - missing)
     run("note", **second)
@@ -265,14 +267,14 @@ def test_a_note_that_does_not_fit_by_one_token_is_refused_and_not_written(missin
         assert run.env.turns[-1].notes == (("a", "one"),)
         run("deleteContext", first_id=101)
         run("note", **second)
-    assert run.env.turns[-1].notes == (("a", "one"), ("b", ("two " * 90).strip()))
+    assert run.env.turns[-1].notes == (("a", "one"), ("b", ("two " * 80).strip()))
 
 
 @pytest.mark.parametrize("missing", [0, 1])
 def test_a_delete_whose_result_does_not_fit_by_one_token_deletes_nothing(missing):
     def prepared() -> Episode:
         run = episode(first_msg_id=101)
-        run("note", key="a", summary="one " * 90)
+        run("note", key="a", summary="one " * 80)
         run("analyzeText")
         return run
 
@@ -577,3 +579,27 @@ def test_a_step_encodes_its_new_text_and_nothing_else():
     for _ in range(50):
         run("analyzeText")
         assert run.env.render_tokens_encoded == len(CHAT.message_ids(run.env.observe().messages[-1]))
+
+
+def test_an_episode_over_the_shipped_tokenizer_with_full_schemas():
+    chat = ChatFormat(Tokenizer.load(TINY_FOLDER), ChatConfig(tools_in_prompt="schemas"))
+    text = WORDS * 200 + "The password is 48213. " + WORDS * 200
+    run = Episode(text, chat, system_prompt=None, context_window=8000, max_reply_tokens=300, chunk_tokens=700)
+    assert '"name": "deleteContext"' in chat.tokenizer.decode(run.env.observe().prompt)
+    run("buildIndex")
+    read, more = [], True
+    while more:
+        run("readChunk", enable_scan=True)
+        assert not run.error
+        more = header(run.result)["more"]
+        read.append(run.result.partition("\n")[2])
+        if "48213" in read[-1]:
+            run("note", key="password", summary=48213)
+        run("deleteContext", first_id=1)
+        messages = run.env.observe().messages
+        fresh = np.concatenate([*map(chat.message_ids, messages), chat.header_ids])
+        assert np.array_equal(run.env.observe().prompt, fresh)
+    assert "".join(read) == text
+    assert run.env.turns[-1].notes == (("password", "48213"),)
+    assert run("finish", key="password", answer=48213).terminated
+    assert run.env.trajectory().metrics["peak_context_tokens"] <= 8000

@@ -6,7 +6,7 @@ import string
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from statelm_jax.env.rewards import (
@@ -208,7 +208,13 @@ def test_outer_marks_case_and_white_space_do_not_matter(text, around):
     assert same_answer(dressed, text)
 
 
-@given(st.text())
+@pytest.mark.parametrize("text", ['"kelp" or "buoy"', "(a) or (b)", "[1] [2]"])
+def test_marks_that_do_not_belong_together_stay(text):
+    assert normalise(text) == text
+
+
+@example('("5.")')
+@given(st.text() | st.text("\"'()*.!a5 "))
 def test_normalising_is_idempotent_and_leaves_nothing_only_of_blanks(text):
     assert normalise(normalise(text)) == normalise(text)
     assert bool(normalise(text)) == bool(text.strip())

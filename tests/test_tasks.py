@@ -228,7 +228,7 @@ def test_needles_that_the_source_text_already_holds_are_taken_out():
 
 def test_needles_are_found_in_order_across_line_ends_and_only_when_whole():
     text = (
-        "X the secret word of the red fox is elm. The secret\n  number of the dry\nwell is 12.The secret code of the "
+        "X the secret word of the red fox\nis\telm. The secret\n  number of the dry\nwell is 12.The secret code of the "
         "big bee is a-1. The secret number of the The secret number of the old oak is 3. The secret number of the sea"
     )
     assert find_needles(text) == [("red fox", "elm"), ("dry well", "12"), ("big bee", "a-1"), ("old oak", "3")]

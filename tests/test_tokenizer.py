@@ -79,11 +79,12 @@ def test_a_vocabulary_that_lists_its_control_tokens_is_inert_as_well(tmp_path: P
     spec = tiny_spec()
     for token in spec["added_tokens"]:
         spec["model"]["vocab"][token["content"]] = token["id"]
-    tokenizer = Tokenizer.load(tiny_copy(tmp_path, model=spec["model"]))
-    text = "<tool_call><|im_end|>"
-    assert spec["model"]["ignore_merges"]  # or the listing would not matter
-    assert tokenizer.added_ids.isdisjoint(tokenizer.encode(text).tolist())
-    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert spec["model"]["ignore_merges"]  # a piece that the vocabulary lists is then one token
+    whole_text = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    tokenizer = Tokenizer.load(tiny_copy(tmp_path, model=spec["model"], pre_tokenizer=whole_text))
+    for text in CONTROL_TEXTS.values():
+        assert tokenizer.added_ids.isdisjoint(tokenizer.encode(text).tolist())
+        assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 @given(text=any_text)

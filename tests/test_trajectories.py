@@ -206,6 +206,7 @@ def test_writing_at_once_and_appending_in_parts_make_the_same_file(
             for item in part:
                 writer.write(item)
     assert whole.read_bytes() == parts.read_bytes()
+    assert sorted(os.listdir(tmp_path)) == ["parts.jsonl", "whole.jsonl"]
     assert [comparable(item) for item in read_trajectories(parts)] == [comparable(item) for item in items]
 
 

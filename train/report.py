@@ -22,7 +22,7 @@ from statelm_jax.train.episodes import Choice, viewer_data
 from statelm_jax.train.failures import FAILURES
 from statelm_jax.train.plots import Target, Theme, plot_accuracy, plot_sawtooth, plot_training
 from statelm_jax.train.results import CONDITIONS, ConditionResult, DemoReport
-from statelm_jax.train.view import masthead, viewer_section
+from statelm_jax.train.view import KEYS, masthead, viewer_section
 from statelm_jax.types import Trajectory
 
 LIMITS = (
@@ -83,7 +83,7 @@ def write_report(
             "</main>",
             '<header class="masthead" id="episodes-head"><h2>Episodes</h2>',
             f'<span class="dim">{len(data["episodes"])} of {sum(map(len, trajectories.values()))}, '
-            "right and wrong ones of each group</span></header>",
+            f'right and wrong ones of each group</span><span class="keys dim">{KEYS}</span></header>',
             viewer_section(data),
         )
     )

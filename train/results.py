@@ -108,9 +108,10 @@ def read_curves(path: Path, value: str = "loss") -> tuple[Curve, ...]:
     """The training curves in a metrics file: JSON lines with `step`, `value` and, where there are several, `phase`.
 
     Lines without these keys (other metrics) are passed over, and so is a torn last line: a report of an
-    interrupted run shows what there is. A missing file gives no curves.
+    interrupted run shows what there is. A step that a resumed run did again counts as it came out last. A missing
+    file gives no curves.
     """
-    curves: dict[str, tuple[list[int], list[float]]] = {}
+    curves: dict[str, dict[int, float]] = {}
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -122,10 +123,11 @@ def read_curves(path: Path, value: str = "loss") -> tuple[Curve, ...]:
             continue
         if not isinstance(record, dict) or not all(_is_number(record.get(key)) for key in ("step", value)):
             continue
-        steps, values = curves.setdefault(str(record.get("phase", "train")), ([], []))
-        steps.append(int(record["step"]))
-        values.append(float(record[value]))
-    return tuple(Curve(phase=phase, steps=tuple(s), losses=tuple(v)) for phase, (s, v) in curves.items())
+        curves.setdefault(str(record.get("phase", "train")), {})[int(record["step"])] = float(record[value])
+    return tuple(
+        Curve(phase=phase, steps=tuple(sorted(losses)), losses=tuple(losses[step] for step in sorted(losses)))
+        for phase, losses in curves.items()
+    )
 
 
 def _is_number(value: object) -> bool:

@@ -11,6 +11,7 @@ The life of a page:
 
 from __future__ import annotations
 
+import json
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
@@ -31,6 +32,9 @@ from statelm_jax.types import Trajectory
 _SURROGATE = re.compile("[\ud800-\udfff]")
 """Lone surrogates: no tokenizer can hold them, they are fed as replacement characters."""
 
+KEYS = "<kbd>←</kbd> <kbd>→</kbd> turn &nbsp;<kbd>j</kbd> <kbd>k</kbd> episode &nbsp;<kbd>c</kbd> control tokens"
+"""The viewer's keys, as markup."""
+
 
 class ViewConfig(Config):
     """Turn a run's episodes into one HTML page that shows, turn by turn, what the model saw and did."""
@@ -40,9 +44,10 @@ class ViewConfig(Config):
     out: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("episodes.html")
     """The page to write."""
     tokenizer: Path | None = None
-    """Folder of the tokenizer the run used; default: tokenizer/ beside the trajectories, else the built-in one."""
+    """Folder of the tokenizer that the run used; default: the one beside the trajectories (tokenizer/ or the run's
+    model/), else the built-in one."""
     context_window: int | None = Field(default=None, ge=1)
-    """The window in tokens, where the trajectories do not say it themselves."""
+    """The window in tokens, where neither the trajectories nor the model beside them say it."""
     limit: int = Field(default=60, ge=1)
     """Show at most this many episodes, right and wrong ones in equal parts as far as there are."""
 
@@ -55,7 +60,7 @@ def main(config: ViewConfig) -> None:
     tokenizer = load_tokenizer(config.tokenizer, files[0].parent)
     groups, total = read_groups(files, config.limit)
     check_tokenizer(groups, tokenizer)
-    data = viewer_data(groups.items(), tokenizer, config.context_window)
+    data = viewer_data(groups.items(), tokenizer, config.context_window or window_beside(files[0].parent))
     shown = len(data["episodes"])
     html.write(config.out, viewer_page(f"Episodes of {config.source}", f"{shown} of {total} episodes", data))
     size = config.out.stat().st_size / 1e6
@@ -77,10 +82,9 @@ def viewer_section(data: Mapping[str, Any]) -> str:
 
 def masthead(title: str, subtitle: str, *, with_keys: bool = False) -> str:
     """The bar at the top of a page, with the switch between light and dark."""
-    keys = "<kbd>←</kbd> <kbd>→</kbd> turn &nbsp;<kbd>j</kbd> <kbd>k</kbd> episode &nbsp;<kbd>c</kbd> control tokens"
     return (
         f'<header class="masthead"><h1>{html.text(title)}</h1><span class="dim">{html.text(subtitle)}</span>'
-        f'<span class="keys dim">{keys if with_keys else ""}</span>'
+        f'<span class="keys dim">{KEYS if with_keys else ""}</span>'
         '<button id="theme" type="button">light / dark</button></header>'
     )
 
@@ -120,10 +124,17 @@ def read_groups(files: Sequence[Path], limit: int) -> tuple[dict[str, list[Traje
 
 def load_tokenizer(given: Path | None, folder: Path) -> Tokenizer:
     """The tokenizer at `given`; else the one that lies beside the trajectories; else the built-in tiny one."""
-    if given is not None:
-        return Tokenizer.load(given)
-    beside = folder / "tokenizer"
-    return Tokenizer.load(beside if beside.is_dir() else TINY_FOLDER)
+    beside = (folder / name for name in ("tokenizer", "model") if (folder / name / "tokenizer.json").is_file())
+    return Tokenizer.load(given or next(beside, TINY_FOLDER))
+
+
+def window_beside(folder: Path) -> int | None:
+    """The context window of the model that lies beside the trajectories, where there is one."""
+    try:
+        settings = json.loads((folder / "model" / "statelm.json").read_text(encoding="utf-8"))
+        return int(settings["env"]["context_window"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def check_tokenizer(groups: Mapping[str, Sequence[Trajectory]], tokenizer: Tokenizer) -> None:
