@@ -77,9 +77,7 @@ class DocumentStore:
         key = (document.digest, chunk_size, overlap, border, "chunks")
         return self._get(key, lambda: chunk_document(document, chunk_size, overlap, border), document)
 
-    def index(
-        self, document: Document, chunk_size: int, overlap: int = 0, border: Border = "token"
-    ) -> SearchBackend:
+    def index(self, document: Document, chunk_size: int, overlap: int = 0, border: Border = "token") -> SearchBackend:
         """The search index over that chunk table; built on first use, so episodes that only read never pay for it."""
         key = (document.digest, chunk_size, overlap, border, "index")
         return self._get(key, lambda: self._make_index(self.chunks(document, chunk_size, overlap, border)), document)

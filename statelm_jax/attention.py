@@ -50,8 +50,9 @@ def attend(q_BTNH, k_BUKH, v_BUKH, end_BU, index_BT=None, *, backend: str = "aut
 
 def visible(index_T, end_U):
     """Bool mask [..., T, U] of the rule ``j <= i < end[j]``."""
-    key_U = jnp.arange(end_U.shape[-1], dtype=jnp.int32)
-    return (key_U <= index_T[..., :, None]) & (index_T[..., :, None] < end_U[..., None, :])
+    end_1U = end_U[..., None, :]
+    key_1U = jax.lax.broadcasted_iota(jnp.int32, end_1U.shape, end_1U.ndim - 1)
+    return (key_1U <= index_T[..., :, None]) & (index_T[..., :, None] < end_1U)
 
 
 def _softmax(score, mask):

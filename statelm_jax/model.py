@@ -41,14 +41,15 @@ def rms_norm(x, scale, eps: float):
     """RMSNorm over the last axis, computed in float32, returned in the dtype of `x`."""
     x32 = x.astype(jnp.float32)
     x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    return (x32 * scale.astype(jnp.float32)).astype(x.dtype)
+    scale32 = jnp.expand_dims(scale.astype(jnp.float32), tuple(range(x.ndim - 1)))
+    return (x32 * scale32).astype(x.dtype)
 
 
 def rope(x_BTNH, position_BT, theta: float):
     """Rotary embedding of whole heads in half-split layout (Qwen3's), angles in float32."""
     half = x_BTNH.shape[-1] // 2
-    frequency = jnp.float32(theta) ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle_BT1F = position_BT[..., None, None].astype(jnp.float32) * frequency
+    frequency_F = jnp.float32(theta) ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle_BT1F = position_BT[..., None, None].astype(jnp.float32) * frequency_F[None, None, None]
     cos, sin = jnp.cos(angle_BT1F), jnp.sin(angle_BT1F)
     low, high = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x_BTNH.dtype)
@@ -189,7 +190,7 @@ class Qwen3(nnx.Module):
             y_MP = h_MD @ p[f"{name}_LDNH" if name == "q" else f"{name}_LDKH"].reshape(D, heads * H)
             y_BTNH = y_MP.reshape(B, T, heads, H)
             bias = f"{name}_bias_LNH" if name == "q" else f"{name}_bias_LKH"
-            return y_BTNH + p[bias] if config.attention_bias else y_BTNH
+            return y_BTNH + p[bias][None, None] if config.attention_bias else y_BTNH
 
         def rotated(y_BTNH, scale):
             return rope(rms_norm(y_BTNH, params[scale], config.rms_norm_eps), position_BT, config.rope_theta)
@@ -200,7 +201,7 @@ class Qwen3(nnx.Module):
         k_BTKH = rotated(project(h_MD, "k", K), "k_norm_LH")
         o_BTNH = read(q_BTNH, k_BTKH, project(h_MD, "v", K))
         o_MD = o_BTNH.reshape(B * T, N * H) @ p["o_LNHD"].reshape(N * H, D)
-        x_MD = x_MD + (o_MD + p["o_bias_LD"] if config.attention_bias else o_MD)
+        x_MD = x_MD + (o_MD + p["o_bias_LD"][None] if config.attention_bias else o_MD)
 
         @jax.checkpoint  # the wide activations are cheaper to recompute than to write out and read back
         def mlp(x_MD):

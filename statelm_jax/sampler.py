@@ -86,7 +86,7 @@ def keep_likely(logits_RV, sampling: SamplingConfig):
     sorted_RV = jnp.sort(logits_RV, axis=-1, descending=True)
     keep_RV = jnp.ones_like(sorted_RV, dtype=bool)
     if sampling.top_k:
-        keep_RV &= jnp.arange(V) < sampling.top_k
+        keep_RV &= jnp.arange(V)[None] < sampling.top_k
     if sampling.top_p < 1.0:
         # A token stays while the mass before it is below top_p, so the nucleus is the smallest set that reaches it.
         mass_RV = jax.nn.softmax(jnp.where(keep_RV, sorted_RV, -jnp.inf), axis=-1)
@@ -364,7 +364,7 @@ def _decode(graphdef, config: SamplerConfig, stop_ids, params, cache: Cache, sta
         hidden_S1D, cache = model.extend(state.token_S[:, None], position_S1, slot_S, cache)
         token_S, logp_S = draw(model.logits(hidden_S1D[:, 0]), state.seed_S, state.drawn_S, config.sampling)
         token_S = jnp.where(open_S, token_S, state.token_S)
-        stopped_S = jnp.any(token_S[:, None] == stop_ids, axis=1)
+        stopped_S = jnp.any(token_S[:, None] == stop_ids[None], axis=1)
         state = Decoding(
             token_S=token_S,
             position_S=state.position_S + open_S,

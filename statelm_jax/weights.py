@@ -81,9 +81,7 @@ def read_config(folder: Path) -> ModelConfig:
     known = set(ModelConfig.model_fields)
     extra = set(values) - known - IGNORED_KEYS - {"model_type", "hidden_act", "use_sliding_window"}
     if extra:
-        raise UserError(
-            f"{path}: unknown key {min(extra)!r}; it may change the mathematics, so nothing is loaded"
-        )
+        raise UserError(f"{path}: unknown key {min(extra)!r}; it may change the mathematics, so nothing is loaded")
     fields = {name: values[name] for name in known if name in values}
     if "rope_theta" in rope:
         fields["rope_theta"] = rope["rope_theta"]

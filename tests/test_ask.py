@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from statelm_jax.env.tasks import NeedleConfig, default_source_text, needle_tasks
+from statelm_jax.tokenizer import Tokenizer
 from statelm_jax.train.agents import load_agent, packaged_agent
 from statelm_jax.train.cli import main
-from statelm_jax.tokenizer import Tokenizer
 
 QUESTION = "What is the secret number of the crimson lantern?"
 

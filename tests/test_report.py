@@ -288,6 +288,7 @@ def report(**changes: Any) -> DemoReport:
         "stages": (Stage(name="expert", seconds=12.34), Stage(name="training", seconds=605.4)),
         "curves": CURVES,
         "machine": {"processor": "a & b"},
+        "limits": ("Needs a clear day.",),
     }
     return DemoReport(**{**fields, **changes})
 
@@ -315,6 +316,7 @@ def test_a_report_holds_the_numbers_the_figures_and_the_episodes(tmp_path: Path)
         "12.3 s",
         "10 min 18 s",
         "a & b",
+        "Needs a clear day.",
         LIMITS[0],
         "5 of 9",
     ):
@@ -336,7 +338,7 @@ def test_a_report_holds_the_numbers_the_figures_and_the_episodes(tmp_path: Path)
 
 
 def test_hostile_words_stay_words_in_a_report(tmp_path: Path) -> None:
-    plain = write_report(tmp_path / "plain", report(limits=("x",)), episodes(), tokenizer())
+    plain = write_report(tmp_path / "plain", report(), episodes(), tokenizer())
     hostile = report(
         title=HOSTILE,
         model=HOSTILE,

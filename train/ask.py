@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Annotated
 
+import tyro
 from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
@@ -40,19 +42,19 @@ class AskConfig(Config):
     """Agent folder or run (runs/demo); the packaged tiny agent by default."""
     search: bool = True
     """Give the agent the search tool; `--no-search` makes it scan the whole document."""
-    json: bool = False
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print the trajectory as one line of JSON, nothing else."""
 
 
 def main(config: AskConfig) -> int:
     """Run one episode. Exit code 0 when it ended with an answer, 1 when it did not."""
-    console = Console(stderr=config.json, highlight=False)
+    console = Console(stderr=config.as_json, highlight=False)
     document = load_source_text(config.document)
     if not config.question.strip():
         raise UserError("--question is empty")
     agent = load_agent(config.model or packaged_agent())
     task = Task(task_id="ask", question=config.question.strip(), document=document)
-    if not config.json:
+    if not config.as_json:
         if agent.settings.limits:
             console.print(f"[dim]{escape(agent.settings.limits)}[/dim]")
         if agent.settings.limits and question_key(task.question) is None:
@@ -62,18 +64,19 @@ def main(config: AskConfig) -> int:
     window = agent.settings.env.context_window
 
     def show(_: Task, record: TurnRecord) -> None:
-        if not config.json:
+        if not config.as_json:
             console.print(_turn_text(record, window))
 
     env = agent.env(search=config.search)
     (trajectory,) = rollout([task], sampler, agent.chat, env, max_live=1, seed=0, on_turn=show)
-    if config.json:
+    if config.as_json:
         print(encode_trajectory(trajectory))
     elif trajectory.stop is StopReason.FINISHED:
         tokens, peak = trajectory.metrics["document_tokens"], trajectory.metrics["peak_context_tokens"]
         console.print(
             f"[bold]{escape(trajectory.answer or '')}[/bold]\n"
-            f"[dim]{len(trajectory.turns)} turns over {tokens:,} tokens; the context never held more than {peak} of {window}[/dim]"
+            f"[dim]{len(trajectory.turns)} turns over {tokens:,} tokens; "
+            f"the context never held more than {peak} of {window}[/dim]"
         )
     else:
         console.print(f"[red]no answer: the episode ended with {trajectory.stop}[/red]")

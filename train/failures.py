@@ -30,7 +30,7 @@ FAILURES: Mapping[str, str] = {
     "gave_up": "the right note was there, the answer was that there is none",
     "wrong_copy": "the right note was there, its value was copied wrongly",
     "invented_answer": "answered although the document holds no answer",
-    "wrong_answer": "a wrong answer, on a task whose source does not say where the right one stands",
+    "wrong_answer": "a wrong answer, and no step to trace it to",
 }
 """Every kind of failure in words, in the order in which an episode meets them."""
 

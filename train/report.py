@@ -34,7 +34,7 @@ LIMITS = (
     "The twin is as large as the model and was trained on the same needles, but it can only read what fits into its "
     "window: its numbers show what the window costs, not what the best model without tools could do.",
 )
-"""What a reader must know to read the numbers rightly; a run may add its own."""
+"""What a reader must know to read the numbers rightly, after what the run itself says."""
 
 
 def write_report(
@@ -79,7 +79,7 @@ def write_report(
                 "Machine", html.table(("", ""), [(html.text(k), html.text(v)) for k, v in report.machine.items()])
             ),
             "</div>",
-            _section("What these numbers do not say", _list(report.limits or LIMITS)),
+            _section("What these numbers do not say", _list((*report.limits, *LIMITS))),
             "</main>",
             '<header class="masthead" id="episodes-head"><h2>Episodes</h2>',
             f'<span class="dim">{len(data["episodes"])} of {sum(map(len, trajectories.values()))}, '
