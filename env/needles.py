@@ -70,6 +70,8 @@ VALUE_WORDS = _words(
 )
 """Values of the kind "word": distinct, lower case, none of them a key word above."""
 
+_LISTED = frozenset((*ADJECTIVES, *NOUNS, *VALUE_WORDS))
+
 KIND_NOUNS: dict[ValueKind, str] = {"number": "number", "word": "word", "uuid": "code"}
 """What a value of each kind is called in the sentences."""
 
@@ -126,25 +128,42 @@ def words_of(words: tuple[str, ...], split: Split) -> tuple[str, ...]:
     return tuple(word for index, word in enumerate(words) if (index % _EVAL_STRIDE == 0) == (split == "eval"))
 
 
-def draw_keys(rng: random.Random, count: int, split: Split) -> list[str]:
-    """`count` distinct keys "adjective noun" of one side, in random order."""
+def draw_keys(rng: random.Random, count: int, split: Split, made_up: float = 0.0) -> list[str]:
+    """`count` distinct keys "adjective noun" of one side, in random order; `made_up` as in `draw_word`."""
     adjectives, nouns = words_of(ADJECTIVES, split), words_of(NOUNS, split)
     if count > len(adjectives) * len(nouns) // 2:
         raise ValueError(f"{count} keys asked for, but the {split} words give only {len(adjectives) * len(nouns)}")
     keys: dict[str, None] = {}
     while len(keys) < count:
-        keys[f"{rng.choice(adjectives)} {rng.choice(nouns)}"] = None
+        words = [draw_word(rng, words, split, made_up) for words in (ADJECTIVES, NOUNS)]
+        keys[" ".join(words)] = None
     return list(keys)
 
 
-def draw_value(rng: random.Random, kind: ValueKind, digits: int, split: Split) -> str:
+def draw_value(rng: random.Random, kind: ValueKind, digits: int, split: Split, made_up: float = 0.0) -> str:
     """A value of one side. Numbers have `digits` digits and no leading zero; uuids are random (version 4)."""
     if kind == "word":
-        return rng.choice(words_of(VALUE_WORDS, split))
+        return draw_word(rng, VALUE_WORDS, split, made_up)
     while True:
         value = str(rng.randrange(10 ** (digits - 1), 10**digits)) if kind == "number" else _uuid4(rng)
         if (zlib.crc32(value.encode()) % _EVAL_STRIDE == 0) == (split == "eval"):
             return value
+
+
+def draw_word(rng: random.Random, words: tuple[str, ...], split: Split, made_up: float = 0.0) -> str:
+    """A word of one side of a list, or, with probability `made_up`, one that is on no list.
+
+    A made-up word is the beginning of one word and the end of another. A model that met only listed words would learn
+    to spell them; to write a made-up one it has to copy.
+    """
+    side = words_of(words, split)
+    if not made_up or rng.random() >= made_up:
+        return rng.choice(side)
+    while True:
+        head, tail = rng.choice(side), rng.choice(side)
+        word = head[: rng.randint(1, len(head))] + tail[rng.randrange(len(tail)) :]
+        if 3 <= len(word) <= 12 and word not in _LISTED:
+            return word
 
 
 def _uuid4(rng: random.Random) -> str:

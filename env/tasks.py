@@ -65,6 +65,8 @@ class NeedleConfig(Config):
     """The part of the source text that haystacks are made of, as shares of its length."""
     split: Split = "train"
     """Which side of the key words and values to use; the two sides share none."""
+    made_up: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Probability that a word of a key, or a value that is a word, is made up (see `needles.draw_word`)."""
     absent: float = Field(default=0.0, ge=0.0, le=1.0)
     """Probability that the asked key is not in the document; a needle with another key takes its place, so that
     the number of needles does not tell."""
@@ -120,10 +122,10 @@ def _draw_needles(rng: random.Random, config: NeedleConfig) -> list[Needle]:
     """The asked needle, a spare one that takes its place when it is to be absent, and the distractors."""
     kind = rng.choice(config.value_kinds)
     needles: list[Needle] = []
-    for key in draw_keys(rng, config.distractors + 2, config.split):
-        value = draw_value(rng, kind, config.number_digits, config.split)
+    for key in draw_keys(rng, config.distractors + 2, config.split, config.made_up):
+        value = draw_value(rng, kind, config.number_digits, config.split, config.made_up)
         while needles and value == needles[0].value:  # a wrong key must not lead to the right answer
-            value = draw_value(rng, kind, config.number_digits, config.split)
+            value = draw_value(rng, kind, config.number_digits, config.split, config.made_up)
         needles.append(Needle(kind=kind, key=key, value=value))
     return needles
 

@@ -69,10 +69,11 @@ class Checkpointer:
             return manager.restore(step, args=args).state, step
 
     def _compare(self, saved: Mapping[str, Any], where: str) -> None:
-        for key, value in _flat(self._config).items():
-            other = _flat(saved).get(key)
-            if other != value:
-                raise UserError(f"{where} was made with {key} = {other!r}, this run has {value!r}; use another --out")
+        before, now = _flat(saved), _flat(self._config)
+        for key in [*now, *before]:  # a key that only one of them has is a difference too
+            old, new = before.get(key), now.get(key)
+            if old != new:
+                raise UserError(f"{where} was made with {key} = {old!r}, this run has {new!r}; use another --out")
 
     def _manager(self) -> ocp.CheckpointManager:
         return ocp.CheckpointManager(self._folder, options=self._options)

@@ -130,22 +130,26 @@ class Qwen3(nnx.Module):
         x_BTD, _ = jax.lax.scan(layer, self._embed(tokens_BT), self.layers.stacked())
         return rms_norm(x_BTD, self.final_norm_D.get_value(), self.config.rms_norm_eps)
 
-    def extend(self, tokens_RT, position_RT, slot_R, cache: Cache) -> tuple[jax.Array, Cache]:
+    def extend(
+        self, tokens_RT, position_RT, slot_R: jax.Array | None, cache: Cache, *, length: int | None = None
+    ) -> tuple[jax.Array, Cache]:
         """Continue R sequences by T tokens each.
 
         Args:
           tokens_RT: int32 ids.
           position_RT: int32 position of each token in its sequence, which is also its place in the cache.
             A position outside the cache marks padding: nothing is written and its output is meaningless.
-          slot_R: int32 cache slot of each row; slots of real rows are distinct.
+          slot_R: int32 cache slot of each row; slots of real rows are distinct. None: row r is slot r, for all slots.
           cache: Holds positions 0..p-1 of every row whose first token here has position p.
+          length: Positions that are read, counted from 0; every real row must end within. None reads all.
 
         Returns:
           hidden_RTD after the final norm, and the cache with the new keys and values.
         """
-        length = cache.k_LSCKH.shape[2]
-        end_RC = jnp.full((slot_R.shape[0], length), length, jnp.int32)
-        where = (slot_R[:, None], position_RT)
+        length = length or cache.k_LSCKH.shape[2]
+        rows = tokens_RT.shape[0]
+        end_RC = jnp.full((rows, length), length, jnp.int32)
+        where = (jnp.arange(rows)[:, None] if slot_R is None else slot_R[:, None], position_RT)
 
         def layer(carry, params_and_index):
             x_RTD, k_LSCKH, v_LSCKH = carry
@@ -155,9 +159,10 @@ class Qwen3(nnx.Module):
                 nonlocal k_LSCKH, v_LSCKH
                 k_LSCKH = k_LSCKH.at[(i, *where)].set(k_RTKH.astype(k_LSCKH.dtype), mode="drop")
                 v_LSCKH = v_LSCKH.at[(i, *where)].set(v_RTKH.astype(v_LSCKH.dtype), mode="drop")
-                return attend(
-                    q_RTNH, k_LSCKH[i, slot_R], v_LSCKH[i, slot_R], end_RC, position_RT, backend=self.compute.attention
-                )
+                k_RCKH, v_RCKH = k_LSCKH[i, :, :length], v_LSCKH[i, :, :length]
+                if slot_R is not None:
+                    k_RCKH, v_RCKH = k_RCKH[slot_R], v_RCKH[slot_R]
+                return attend(q_RTNH, k_RCKH, v_RCKH, end_RC, position_RT, backend=self.compute.attention)
 
             x_RTD = self._layer(x_RTD, params, position_RT, read)
             return (x_RTD, k_LSCKH, v_LSCKH), None

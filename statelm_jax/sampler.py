@@ -136,9 +136,12 @@ class Sampler:
         self.seconds = {"prefill": 0.0, "decode": 0.0, "warm_up": 0.0}
         stops = jnp.asarray(sorted(stop_ids), jnp.int32)
         self._prefill = jax.jit(partial(_prefill, self._graphdef, config.sampling), donate_argnums=(1,))
-        self._decode = jax.jit(partial(_decode, self._graphdef, config, stops), donate_argnums=(1, 2))
+        decode = partial(_decode, self._graphdef, config, stops)
+        self._decode = jax.jit(decode, donate_argnums=(1, 2), static_argnums=(3,))
         self._stop_ids = frozenset(int(i) for i in stop_ids)
         self.slots = config.slots
+        # Contexts are mostly far from full: a second decode program reads only the first half of the cache.
+        self._lengths = sorted({-(-config.cache_tokens // 128) * 64, config.cache_tokens})
 
     # --- Policy ----------------------------------------------------------------------------------------------
 
@@ -193,7 +196,8 @@ class Sampler:
         for rows in self._config.prefill_rows:
             for tokens in self._config.prefill_buckets:
                 self._run_prefill([], rows, tokens)
-        self._decode_rows()
+        for length in self._lengths:
+            self._decode_rows(length)
         self.seconds["warm_up"] += time.perf_counter() - start
         return self.compiled
 
@@ -270,8 +274,8 @@ class Sampler:
             if not _missing(slot):
                 slot.reply, slot.logps = [int(first_R[row])], [float(logp_R[row])]
 
-    def _decode_rows(self) -> None:
-        """Let all open rows write on, on the device."""
+    def _decode_rows(self, length: int | None = None) -> None:
+        """Let all open rows write on, on the device, reading the first `length` positions (by default: enough)."""
         start = time.perf_counter()
         S, M = self._config.slots, self._config.decode_steps
         token_S, position_S, room_S, seed_S, drawn_S, count_S = (np.zeros(S, np.int32) for _ in range(6))
@@ -284,7 +288,10 @@ class Sampler:
             *(token_S, position_S, room_S, seed_S, drawn_S),
             *(np.zeros((S, M), np.int32), np.zeros((S, M), np.float32), count_S, np.int32(0)),
         )
-        self._cache, state = self._decode(self._params, self._cache, jax.device_put(state))
+        if length is None:
+            needed = max((slot.length + M for slot in self._slots if slot.request is not None), default=0)
+            length = next((n for n in self._lengths if n >= needed), self._lengths[-1])
+        self._cache, state = self._decode(self._params, self._cache, jax.device_put(state), length)
         out_SM, logp_SM, count_S = jax.device_get((state.out_SM, state.logp_SM, state.count_S))
         for i, slot in enumerate(self._slots):
             if slot.request is not None and count_S[i]:
@@ -344,11 +351,10 @@ def _prefill(graphdef, sampling: SamplingConfig, params, cache: Cache, token_RT,
     return cache, first_R, logp_R
 
 
-def _decode(graphdef, config: SamplerConfig, stop_ids, params, cache: Cache, state: Decoding):
+def _decode(graphdef, config: SamplerConfig, stop_ids, params, cache: Cache, state: Decoding, length: int):
     """Up to `decode_steps` tokens for every slot with room, or until enough of the rows have finished."""
     model: Qwen3 = nnx.merge(graphdef, params)
-    S, C = config.slots, config.cache_tokens
-    slot_S = jnp.arange(S)
+    C = config.cache_tokens
     open_at_start = jnp.sum(state.room_S > 0)
     enough = jnp.maximum(jnp.ceil(open_at_start * config.handover_share), 1).astype(jnp.int32)
 
@@ -361,7 +367,7 @@ def _decode(graphdef, config: SamplerConfig, stop_ids, params, cache: Cache, sta
         cache, state = carry
         open_S = state.room_S > 0
         position_S1 = jnp.where(open_S, state.position_S, C)[:, None]
-        hidden_S1D, cache = model.extend(state.token_S[:, None], position_S1, slot_S, cache)
+        hidden_S1D, cache = model.extend(state.token_S[:, None], position_S1, None, cache, length=length)
         token_S, logp_S = draw(model.logits(hidden_S1D[:, 0]), state.seed_S, state.drawn_S, config.sampling)
         token_S = jnp.where(open_S, token_S, state.token_S)
         stopped_S = jnp.any(token_S[:, None] == stop_ids[None], axis=1)

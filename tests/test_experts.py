@@ -216,10 +216,9 @@ def test_replies_are_canonical_ids_with_the_key_before_the_value(kind: type[Need
 
 
 def test_the_context_of_a_scan_does_not_grow_with_the_document() -> None:
-    peaks = [
-        max(trajectory.metrics["peak_context_tokens"] for trajectory in run(ScanExpert(CHAT), tasks(2, tokens)))
-        for tokens in (3000, 12_000)
-    ]
+    short, long = (run(ScanExpert(CHAT), tasks(2, tokens)) for tokens in (3000, 12_000))
+    assert {trajectory.stop for trajectory in short + long} == {StopReason.FINISHED}
+    peaks = [max(trajectory.metrics["peak_context_tokens"] for trajectory in done) for done in (short, long)]
     assert peaks[1] < peaks[0] + 100
 
 

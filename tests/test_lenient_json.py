@@ -87,6 +87,7 @@ def test_only_json_errors_are_raised_and_they_are_short(text: str) -> None:
         ('{"a": [1, 2,], "b": {"c": 1 , },}', {"a": [1, 2], "b": {"c": 1}}),
         ("{'a': 'captain's log', 'b': \"it's\"}", {"a": "captain's log", "b": "it's"}),
         ("{'a': 'the crews' boat'}", {"a": "the crews' boat"}),
+        (r"{'a': 'x\', y'}", {"a": "x', y"}),
         ("{'a': 'say \"ahoy\"'}", {"a": 'say "ahoy"'}),
         ("{'a': True, 'b': False, 'c': None}", {"a": True, "b": False, "c": None}),
         ("{{'a': {{'b': '{{x}}'}}}}", {"a": {"b": "{{x}}"}}),

@@ -24,7 +24,7 @@ from statelm_jax.env.trajectories import (
 from statelm_jax.errors import UserError
 from statelm_jax.types import Action, ActionStop, Snapshot, StopReason, Trajectory, TurnRecord
 
-in_a_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30, deadline=None)
+in_a_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20, deadline=None)
 
 # A high and a low surrogate side by side are one character in JSON; alone, each of them is kept.
 texts = st.text(st.characters(), max_size=12).map(

@@ -37,7 +37,6 @@ from statelm_jax.train.agents import (
     Agent,
     AgentSettings,
     packaged_agent,
-    sampler_config,
     save_agent,
     with_model,
 )
@@ -118,10 +117,12 @@ class DemoConfig(Config):
         ExpertMix(search=True, document_tokens=32_768, episodes=30),
     )
     """The training data."""
+    made_up: float = Field(default=0.6, ge=0.0, le=1.0)
+    """Share of key and value words in the training data that are made up, so that they can only be copied."""
     weights: Mapping[str, float] = {"note": 1.5, "finish": 2.0, "searchEngine": 1.5}
     keep: Mapping[str, float] = {"readChunk": 0.3, "deleteContext": 0.9}
     copy_steps: int = Field(default=60, ge=1)
-    sft_steps: int = Field(default=600, ge=1)
+    sft_steps: int = Field(default=700, ge=1)
     twin_steps: int = Field(default=120, ge=1)
     row_tokens: int = Field(default=576, ge=64)
     rows: int = Field(default=8, ge=1)
@@ -179,12 +180,14 @@ def main(config: DemoConfig) -> None:
         agent, copier = demo.train(experts)
     results: list[ConditionResult] = []
     episodes: dict[str, list[Trajectory]] = {}
+    with clock.stage("compiling the sampler"):
+        sampler = agent.sampler(slots=config.slots)
     with clock.stage("evaluation, scanning"):
-        demo.evaluate(agent, "scan", results, episodes)
+        demo.evaluate(agent, sampler, "scan", results, episodes)
     with clock.stage("evaluation, with search"):
-        demo.evaluate(agent, "search", results, episodes)
+        demo.evaluate(agent, sampler, "search", results, episodes)
     with clock.stage("full-context twin"):
-        demo.twin(copier, results)
+        demo.twin(copier, sampler, results)
     with clock.stage("report"):
         report = DemoReport(
             title="StateLM demo",
@@ -227,6 +230,7 @@ class _Demo:
                 distractors=mix.distractors,
                 value_kinds=("number", "word"),
                 region=TRAIN_REGION,
+                made_up=self.config.made_up,
             )
             seed = self.config.seed * 1_000 + index
             tasks = self.tasks(needle, mix.episodes, seed)
@@ -296,16 +300,23 @@ class _Demo:
         return agent, load_model(copier)
 
     def evaluate(
-        self, agent: Agent, name: str, results: list[ConditionResult], episodes: dict[str, list[Trajectory]]
+        self,
+        agent: Agent,
+        sampler: Sampler,
+        name: str,
+        results: list[ConditionResult],
+        episodes: dict[str, list[Trajectory]],
     ) -> None:
         """The agent alone with unseen tasks at every length; trajectories are written as they come."""
         config = self.config
         env = agent.env(search=name == "search")
-        sampler = agent.sampler(slots=config.slots)
         for multiple, count in zip(config.multiples, config.episodes, strict=True):
             tasks = self.evaluation_tasks(multiple, count)
             label = f"{name:>6} {multiple:>3}x"
-            trajectories = run_episodes(agent, sampler, tasks, env, store=self.store, label=label)
+            # Two turns per chunk (chunks may end early, at a sentence), and some for notes; more only go in circles.
+            chunks = 2 * multiple * env.context_window // env.chunk_tokens
+            limited = env.model_copy(update={"max_turns": min(env.max_turns, 2 * chunks + 40)})
+            trajectories = run_episodes(agent, sampler, tasks, limited, store=self.store, label=label)
             result = condition_result(name, multiple, tasks, trajectories)
             results.append(result)
             episodes[f"{name}, {multiple}x"] = trajectories
@@ -324,7 +335,7 @@ class _Demo:
         )
         return self.tasks(needle, count, self.config.seed + 77)
 
-    def twin(self, copier: Qwen3, results: list[ConditionResult]) -> None:
+    def twin(self, copier: Qwen3, sampler: Sampler, results: list[ConditionResult]) -> None:
         """A model of the same size that is given the (cut) text and no tools."""
         config, chat, env = self.config, self.agent.chat, self.config.env
         reply = env.min_reply_tokens
@@ -332,7 +343,12 @@ class _Demo:
         tasks = []
         for index in range(6):
             tokens = (env.context_window - reply - overhead) * (index + 1) // 6
-            needle = NeedleConfig(document_tokens=max(tokens, 96), value_kinds=("number", "word"), region=TRAIN_REGION)
+            needle = NeedleConfig(
+                document_tokens=max(tokens, 96),
+                made_up=config.made_up,
+                value_kinds=("number", "word"),
+                region=TRAIN_REGION,
+            )
             tasks += self.tasks(needle, 200, self.config.seed * 1_000 + 500 + index)
         packing = twin_packing(
             *(tasks, find_needles, chat, self.store.get),
@@ -356,7 +372,7 @@ class _Demo:
         )
         twin = with_model(self.agent, trainer.model(state))
         save_agent(twin, config.out / "twin" / "model")
-        sampler = Sampler(twin.model, sampler_config(env, config.slots), twin.tokenizer.stop_ids)
+        sampler.update(twin.model)
         for multiple, count in zip(config.multiples, config.episodes, strict=True):
             unseen = self.evaluation_tasks(multiple, count)
             results.append(self._twin_result(sampler, unseen, multiple, reply))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from pathlib import Path
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # from malloc.h
 
@@ -18,6 +19,8 @@ def tune_host() -> None:
     flags = os.environ.get("XLA_FLAGS", "")
     if "xla_cpu_use_xnnpack" not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_use_xnnpack=false".strip()
+    # Programs that were compiled once are found again by the next process.
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path.home() / ".cache" / "statelm_jax" / "xla"))
     if sys.platform == "linux":
         try:
             libc = ctypes.CDLL("libc.so.6")

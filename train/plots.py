@@ -151,10 +151,20 @@ def plot_training(curves: Sequence[Curve], path: Target, theme: Theme = "light")
             axes.plot(curve.steps, curve.losses, color=_BLUE[theme], lw=0.8, alpha=0.4)
             axes.plot(curve.steps, _smooth(curve.losses), color=_BLUE[theme], lw=1.7)
             if min(curve.losses) > 0 and max(curve.losses) > 5 * min(curve.losses):
-                axes.set_yscale("log")
+                _log_scale(axes)
             axes.set_title(curve.phase)
             axes.set_xlabel("step")
         panels[0].set_ylabel("loss")
+
+
+def _log_scale(axes: Axes) -> None:
+    """A log axis with plain numbers at 1, 2 and 5."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def keeping_everything(trajectory: Trajectory) -> list[int]:
