@@ -19,10 +19,10 @@ The sampler and the batch builder are the two places where host and device meet:
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -123,7 +123,7 @@ class Sampler:
       slots: Episodes whose cache is held at once.
     """
 
-    def __init__(self, model: Qwen3, config: SamplerConfig, stop_ids: Sequence[int]) -> None:
+    def __init__(self, model: Qwen3, config: SamplerConfig, stop_ids: Collection[int]) -> None:
         self._graphdef, self._params = nnx.split(model)
         self._config = config
         self._model_config = model.config
@@ -204,7 +204,8 @@ class Sampler:
     @property
     def compiled(self) -> int:
         """Programs compiled so far; constant after `warm_up`."""
-        return self._prefill._cache_size() + self._decode._cache_size()
+        programs: tuple[Any, ...] = (self._prefill, self._decode)
+        return sum(program._cache_size() for program in programs)
 
     @property
     def cache_bytes(self) -> int:
@@ -284,14 +285,14 @@ class Sampler:
                 token_S[i], position_S[i] = slot.reply[-1], slot.length
                 room_S[i] = slot.request.max_new_tokens - len(slot.reply)
                 seed_S[i], drawn_S[i] = slot.request.seed, len(slot.reply)
-        state = Decoding(
+        arrays = (
             *(token_S, position_S, room_S, seed_S, drawn_S),
             *(np.zeros((S, M), np.int32), np.zeros((S, M), np.float32), count_S, np.int32(0)),
         )
         if length is None:
             needed = max((slot.length + M for slot in self._slots if slot.request is not None), default=0)
             length = next((n for n in self._lengths if n >= needed), self._lengths[-1])
-        self._cache, state = self._decode(self._params, self._cache, jax.device_put(state), length)
+        self._cache, state = self._decode(self._params, self._cache, Decoding(*jax.device_put(arrays)), length)
         out_SM, logp_SM, count_S = jax.device_get((state.out_SM, state.logp_SM, state.count_S))
         for i, slot in enumerate(self._slots):
             if slot.request is not None and count_S[i]:

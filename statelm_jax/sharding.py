@@ -44,7 +44,7 @@ RULES: dict[str, PartitionSpec] = {
 """Parameter path -> how its dimensions are split."""
 
 
-def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh over all devices (or those given). `UserError` gives the numbers when the axes do not multiply up."""
     devices = list(jax.devices() if devices is None else devices)
     fixed = config.fsdp * config.tp

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from statelm_jax.chat import ChatFormat, ParsedReply, render_call, resolve_tool_name
@@ -113,6 +113,7 @@ plain = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<")
 
 
 @both_tokenizers
+@settings(max_examples=25)
 @given(prompt=plain, question=plain, thought=plain.map(str.strip), call=calls, result=plain)
 @example(
     prompt="Du hilfst.\n", question="\n Wo?", thought="Ich lese.", call=ToolCall(name="a", arguments={}), result=""
@@ -160,6 +161,7 @@ def test_the_system_block_has_the_ids_of_the_template(folder: Path) -> None:
 
 
 @both_tokenizers
+@settings(max_examples=25)
 @given(question=plain, answer=plain.map(str.strip))
 def test_the_header_with_an_empty_think_block_is_the_one_of_the_template(
     folder: Path, question: str, answer: str

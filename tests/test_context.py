@@ -152,7 +152,7 @@ def test_rendering_follows_the_rule_message_by_message(steps, first_id):
             gone = message.msg_id in deleted
             if not groups or not gone or not groups[-1][0]:
                 groups.append((gone, []))
-            groups[-1][1].append(message.msg_id)
+            groups[-1][1].append(message.msg_id)  # pyright: ignore
         expected = []
         for gone, group in groups:
             newest_delete = gone and max(group) == max(deleted)

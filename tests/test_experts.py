@@ -79,11 +79,11 @@ def calls(trajectory: Trajectory) -> list[str]:
 @pytest.mark.parametrize("expert", [ScanExpert, SearchExpert])
 @pytest.mark.parametrize("tokens", [600, 3000, 12_000])
 def test_every_needle_question_is_answered_right_without_a_tool_error(expert: type[NeedleExpert], tokens: int) -> None:
-    items = tasks(8, tokens, absent=0.4)
+    items = tasks(5, tokens, absent=0.0) + tasks(3, tokens, absent=1.0)
     done = run(expert(CHAT), items, first_ids=varied_first_ids(1))
     assert [(t.stop, t.metrics["tool_errors"]) for t in done] == [(StopReason.FINISHED, 0)] * len(items)
     assert all(score_answer(t.answer, t.answers) for t in done)
-    assert 0 < sum(not t.answers for t in done) < len(items), "some documents hold no answer"
+    assert sum(not t.answers for t in done) == 3, "some documents hold no answer"
 
 
 def test_a_scan_reads_every_chunk_notes_every_needle_and_deletes_all_but_the_last_chunk() -> None:

@@ -235,7 +235,7 @@ def test_mapped_attention_equals_dense_in_values_and_gradients_under_tree_masks(
 @given(end_BU=tree_ends(), seed=st.integers(0, 99))
 def test_attention_is_the_softmax_over_the_visible_keys(backends, end_BU, seed):
     index_BT = np.tile(np.arange(TOKENS), (ROWS, 1))
-    expected = loops(*qkv(seed), end_BU, index_BT)
+    expected = loops(*qkv(seed), end_BU, index_BT)  # pyright: ignore
     for function in backends.values():
         np.testing.assert_allclose(function(*qkv(seed), end_BU)[1], expected, atol=1e-5)
 
@@ -268,4 +268,4 @@ def test_visible_is_the_rule(end_BU):
 
 def test_an_unknown_backend_is_an_error():
     with pytest.raises(ValueError, match="flashy"):
-        attend(*qkv(0), np.zeros((ROWS, TOKENS), np.int32), backend="flashy")
+        attend(*qkv(0), np.zeros((ROWS, TOKENS), np.int32), backend="flashy")  # pyright: ignore

@@ -241,7 +241,7 @@ def test_load_document_shows_the_raw_text_or_says_what_it_would_take():
 @pytest.mark.parametrize("tool", ["readChunk", "searchEngine"])
 def test_chunks_are_needed_first(tool):
     run = episode()
-    run(tool, **({"chunk_id": 0} if tool == "readChunk" else {"keyword": "x"}))
+    run(tool, **({"chunk_id": 0} if tool == "readChunk" else {"keyword": "x"}))  # pyright: ignore
     assert header(run.result)["error"] == "there are no chunks yet: call buildIndex first"
 
 
@@ -261,7 +261,7 @@ def test_a_refused_rebuild_keeps_the_old_index_the_cursor_and_the_scan(sizes):
 def test_sizes_may_be_text_or_huge_and_a_short_document_is_one_chunk():
     run = episode("hi")
     for sizes in ({"chunk_size": 1e9}, {"chunk_size": 100, "overlap": 50}, {"chunk_size": "4"}, {}):
-        run("buildIndex", **sizes)
+        run("buildIndex", **sizes)  # pyright: ignore
         assert header(run.result)["total_chunks"] == 1
         run("readChunk", chunk_id=0)
         assert body(run.result) == "hi"
@@ -291,7 +291,7 @@ def test_a_scan_reads_every_chunk_once_in_order_and_then_says_so():
     run("buildIndex")
     texts, more = [], True
     while more:
-        run("readChunk", **({} if texts else {"enable_scan": True}))
+        run("readChunk", **({} if texts else {"enable_scan": True}))  # pyright: ignore
         more = header(run.result)["more"]
         texts.append(body(run.result))
         run("deleteContext", last_id=header(run.env.turns[-1].result)["msg_id"])
