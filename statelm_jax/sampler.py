@@ -141,7 +141,8 @@ class Sampler:
         self._stop_ids = frozenset(int(i) for i in stop_ids)
         self.slots = config.slots
         # Contexts are mostly far from full: a second decode program reads only the first half of the cache.
-        self._lengths = sorted({-(-config.cache_tokens // 128) * 64, config.cache_tokens})
+        half = min(-(-config.cache_tokens // 128) * 64, config.cache_tokens)
+        self._lengths = sorted({half, config.cache_tokens})
 
     # --- Policy ----------------------------------------------------------------------------------------------
 
