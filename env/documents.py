@@ -136,7 +136,7 @@ def chunk_document(
       single character of more than `chunk_size` tokens makes a longer chunk.)
     * Cutting stops where the end is reached: no chunk lies wholly inside the one before it.
     * A last chunk with few new tokens (`TAIL_SHARE`) shares evenly with the one before it: 8,001 tokens by 4,000 give
-      4,000 + 2,001 + 2,000. The number of chunks stays what the size says.
+      4,000 + 2,001 + 2,000. With token borders the number of chunks stays what the size says.
     * Joined at overlap 0 the chunks are the document. A document that fits is one chunk, an empty one has none.
 
     Raises:

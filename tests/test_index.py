@@ -70,23 +70,26 @@ def word_list(text: str) -> list[str]:
 # --- documents and chunks ---------------------------------------------------------------------------------
 
 
-TEXTS = st.text(st.sampled_from("ab \né🪸海ก"), max_size=60)
+TEXTS = st.text(st.sampled_from("ab. \né🪸海ก"), max_size=60)
+BORDERS = st.sampled_from(["token", "sentence"])
 
 
-@given(TEXTS, BYTE_STEPS, st.integers(1, 20))
-def test_chunks_joined_at_overlap_0_are_the_document(text: str, lengths: list[int], size: int) -> None:
-    chunks = chunk_document(make_document(text, lengths), size)
+@given(TEXTS, BYTE_STEPS, st.integers(1, 20), BORDERS)
+def test_chunks_joined_at_overlap_0_are_the_document(
+    text: str, lengths: list[int], size: int, border: documents.Border
+) -> None:
+    chunks = chunk_document(make_document(text, lengths), size, border=border)
     assert "".join(chunk.text for chunk in chunks) == text
     assert all(chunk.text for chunk in chunks)
 
 
-@given(TEXTS, BYTE_STEPS, st.integers(1, 20), st.integers(0, 19))
-@example("ab🪸", [1], 4, 3)  # the overlap leaves no room for a wide character
+@given(TEXTS, BYTE_STEPS, st.integers(1, 20), st.integers(0, 19), BORDERS)
+@example("ab🪸", [1], 4, 3, "token")  # the overlap leaves no room for a wide character
 def test_windows_get_ahead_cover_everything_and_never_split_a_character(
-    text: str, lengths: list[int], size: int, overlap: int
+    text: str, lengths: list[int], size: int, overlap: int, border: documents.Border
 ) -> None:
     document = make_document(text, lengths)
-    chunks = chunk_document(document, size, min(overlap, size - 1))
+    chunks = chunk_document(document, size, min(overlap, size - 1), border)
     assert [chunk.chunk_id for chunk in chunks] == list(range(len(chunks)))
     borders = {0, document.total_tokens, *(np.flatnonzero(np.diff(document.starts)) + 1).tolist()}
     for chunk in chunks:
@@ -121,6 +124,14 @@ def test_windows_stop_at_the_end_and_a_small_tail_is_shared(
 ) -> None:
     chunks = chunk_document(make_document("x" * tokens), size, overlap)
     assert [(chunk.start, chunk.end) for chunk in chunks] == windows
+
+
+def test_chunks_end_with_a_sentence_where_one_ends_late_enough() -> None:
+    text = 'One two. Three four five.\nSix "seven?" Eight. ' + "x" * 40
+    parts = [chunk.text for chunk in chunk_document(make_document(text), 20, border="sentence")]
+    assert parts[:3] == ["One two. Three four ", 'five.\nSix "seven?"', " Eight. " + "x" * 12]
+    ends = [chunk.text for chunk in chunk_document(make_document("a b c. " * 9), 8, border="sentence")]
+    assert ends[:-2] == ["a b c."] + [" a b c."] * (len(ends) - 3)
 
 
 @pytest.mark.parametrize(("size", "overlap"), [(5, 5), (5, 6), (0, 0), (-1, 0), (5, -1)])
@@ -166,6 +177,8 @@ def test_equal_texts_share_tokens_chunks_and_index() -> None:
     assert store.index(one, 30) is store.index(two, 30)
     assert store.chunks(one, 30) is not store.chunks(one, 30, 5)
     assert store.index(one, 30) is not store.index(one, 31)
+    assert store.chunks(one, 30) is not store.chunks(one, 30, 0, "sentence")
+    assert store.index(one, 30) is not store.index(one, 30, 0, "sentence")
     with pytest.raises(ToolError):
         store.chunks(one, 5, 5)
 

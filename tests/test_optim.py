@@ -187,7 +187,7 @@ def test_muon_treats_a_layer_like_the_same_matrix_alone():
 
 def test_every_optimiser_lowers_a_loss_under_jit():
     for name in ("adamw", "muon"):
-        config = OptimConfig(optimizer=name, learning_rate=0.05, no_decay=())
+        config = OptimConfig(optimizer=name, learning_rate=0.2, no_decay=())
         params = {"layers": {"up_LDF": jnp.zeros((2, 4, 4))}, "bias": jnp.zeros(4)}
         goal = {"layers": {"up_LDF": jnp.ones((2, 4, 4))}, "bias": jnp.ones(4)}
         optimizer = make_optimizer(config, params, 200)

@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any, Never, get_type_hints
 
 from statelm_jax.config import Config, did_you_mean, key_paths, load_toml, validate, validate_partial
 from statelm_jax.errors import UserError
-from statelm_jax.train.host import tune_host
 
 if TYPE_CHECKING:
     from tyro.constructors import StructConstructorSpec, StructTypeInfo
@@ -140,6 +139,8 @@ def _dispatch(args: list[str]) -> int:
     if name not in COMMANDS:
         kind = "flag" if name.startswith("-") else "command"
         raise UserError(f"unknown {kind} {name!r}{did_you_mean(name, COMMANDS)} (statelm --help lists the commands)")
+    from statelm_jax.train.host import tune_host  # of no use to the general help
+
     tune_host()
     config_class, run = COMMANDS[name].load()
     return run(parse(name, config_class, rest)) or 0
