@@ -20,6 +20,7 @@ from flax import nnx
 from pydantic import Field, model_validator
 from rich.console import Console
 
+from statelm_jax.checkpoint import Checkpointer
 from statelm_jax.config import ChatConfig, Config, EnvConfig, MeshConfig, ModelConfig, OptimConfig
 from statelm_jax.env.experts import ScanExpert, SearchExpert
 from statelm_jax.env.index import DocumentStore
@@ -28,6 +29,7 @@ from statelm_jax.env.rewards import reward, score_answer
 from statelm_jax.env.rollout import rollout, varied_first_ids
 from statelm_jax.env.tasks import NeedleConfig, default_source_text, load_source_text, needle_tasks
 from statelm_jax.env.trajectories import write_trajectories
+from statelm_jax.errors import UserError
 from statelm_jax.initial import induction_init
 from statelm_jax.model import Qwen3
 from statelm_jax.sampler import Sampler
@@ -164,6 +166,8 @@ class Clock:
 def main(config: DemoConfig) -> None:
     """The whole job."""
     console = Console(highlight=False)
+    if not config.resume and Checkpointer(config.out / "checkpoints", {}).latest() is not None:
+        raise UserError(f"{config.out} holds a run already: add --resume to go on, or give another --out")
     source = load_source_text(config.source) if config.source else default_source_text()
     tokenizer = Tokenizer.load(packaged_agent())
     settings = AgentSettings(chat=config.chat, env=config.env, limits=LIMITS)
