@@ -15,6 +15,7 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from statelm_jax.tokenizer import Tokenizer
 from statelm_jax.train import html
@@ -81,10 +82,7 @@ def write_report(
             "</div>",
             _section("What these numbers do not say", _list((*report.limits, *LIMITS))),
             "</main>",
-            '<header class="masthead" id="episodes-head"><h2>Episodes</h2>',
-            f'<span class="dim">{len(data["episodes"])} of {sum(map(len, trajectories.values()))}, '
-            f'right and wrong ones of each group</span><span class="keys dim">{KEYS}</span></header>',
-            viewer_section(data),
+            _episodes(data, sum(map(len, trajectories.values()))),
         )
     )
     path = run_dir / "report.html"
@@ -133,6 +131,15 @@ def _section(title: str, body: str) -> str:
 
 def _list(items: Sequence[str]) -> str:
     return "<ul>" + "".join(f"<li>{html.text(item)}</li>" for item in items) + "</ul>"
+
+
+def _episodes(data: Mapping[str, Any], total: int) -> str:
+    """The viewer under a bar of its own."""
+    return (
+        '<header class="masthead" id="episodes-head"><h2>Episodes</h2>'
+        f'<span class="dim">{len(data["episodes"])} of {total}, right and wrong ones of each group</span>'
+        f'<span class="keys dim">{KEYS}</span></header>' + viewer_section(data)
+    )
 
 
 def _tiles(report: DemoReport) -> str:
